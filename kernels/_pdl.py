@@ -1,0 +1,31 @@
+"""Programmatic dependent launch: the next kernel of a stream is set up while this one still runs.
+
+A decode step is a chain of kernels of 1 to 2 µs in which the launch itself is a large part. From sm_90 on, a kernel
+launched with `launch_pdl=True` may start before its predecessor has ended, provided it waits before it touches memory:
+
+- `pdl_wait` comes first in a kernel, before every load and store, in every program. It returns when the predecessor has
+  ended and its writes are visible; its own predecessors had ended before it passed its wait, so the order of a
+  stream holds through any chain of such kernels. Then it lets the successor be set up, which will wait in turn.
+- A successor launched without the option (PyTorch's own kernels) starts when this one has ended, as always.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tridraft.kernels._op import INTERPRET, Arch
+
+
+def pdl_options(arch: Arch) -> dict[str, bool]:
+    """The launch arguments of a kernel that calls `pdl_wait(PDL)`."""
+    if arch.backend == "cuda" and arch.capability >= 90 and not INTERPRET:
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}
+
+
+@triton.jit
+def pdl_wait(PDL: tl.constexpr):
+    """Wait until what earlier kernels wrote can be read and what they read can be overwritten."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()

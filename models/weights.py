@@ -1,0 +1,164 @@
+"""Reading a checkpoint directory in the Hub's format: configuration files and safetensors, streamed.
+
+A model says where each checkpoint tensor belongs by naming destinations, tensors that are filled in place. Two
+checkpoint tensors that the model holds fused are two views of one destination.
+"""
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What did not fit while a model was filled, by checkpoint name.
+
+    Attributes:
+        missing: tensors the model needs and the checkpoint lacks.
+        misshapen: tensors of another shape, with both shapes.
+        unexpected: tensors the model has no place for; they are ignored.
+        absent: optional tensors the checkpoint lacks.
+    """
+
+    missing: tuple[str, ...] = ()
+    misshapen: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
+
+    def raise_unless_complete(self) -> None:
+        """Refuse a checkpoint with missing or misshapen tensors.
+
+        Raises:
+            ValueError: names every one of them, and the unexpected ones, which are often the same misspelt.
+        """
+        if not self.missing and not self.misshapen:
+            return
+        faults = [("missing", self.missing), ("misshapen", self.misshapen), ("unexpected", self.unexpected)]
+        found = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in faults if names)
+        raise ValueError(f"the checkpoint does not fit the model; {found}")
+
+
+def read_json(directory: str | Path, name: str, *, required: bool = True) -> dict[str, Any]:
+    """The JSON object in `directory/name`; an absent file that is not required reads as an empty one.
+
+    Raises:
+        FileNotFoundError: no such directory, or no such file in it.
+        ValueError: the file is not a JSON object.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise FileNotFoundError(f"{directory}: no such directory; give the directory of a downloaded checkpoint")
+    path = directory / name
+    if not path.is_file():
+        if required:
+            raise FileNotFoundError(f"{path}: no such file; {directory} is not a checkpoint in the Hub's format")
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not valid JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: got a JSON {type(content).__name__}, needs an object")
+    return content
+
+
+def _safetensors_files(directory: Path) -> list[Path]:
+    if (directory / "model.safetensors.index.json").is_file():
+        weight_map = read_json(directory, "model.safetensors.index.json").get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ValueError(f"{directory / 'model.safetensors.index.json'}: needs a 'weight_map' that names files")
+        files = [directory / name for name in sorted(set(weight_map.values()))]
+        absent = [path.name for path in files if not path.is_file()]
+        if absent:
+            raise FileNotFoundError(f"{directory}: the index names {', '.join(absent)}, not there; download again")
+        return files
+    if not (directory / "model.safetensors").is_file():
+        raise FileNotFoundError(f"{directory}: no model.safetensors and no model.safetensors.index.json")
+    return [directory / "model.safetensors"]
+
+
+def iterate_tensors(directory: str | Path) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the checkpoint, one at a time, on the CPU; a progress bar where stderr is a terminal.
+
+    Raises:
+        FileNotFoundError: no safetensors file, or a shard that the index names is absent.
+        ValueError: a file is not valid safetensors.
+    """
+    try:
+        from safetensors import SafetensorError, safe_open  # noqa: PLC0415
+        from tqdm import tqdm  # noqa: PLC0415
+    except ImportError as error:
+        raise ImportError(f"reading a checkpoint needs {error.name}: pip install 'tridraft[hf]'") from error
+
+    directory = Path(directory)
+    files = _safetensors_files(directory)
+    show = sys.stderr.isatty()
+    with tqdm(total=len(files), desc=f"loading {directory.name}", unit="file", disable=not show) as bar:
+        for path in files:
+            try:
+                with safe_open(path, framework="pt", device="cpu") as file:
+                    names = list(file.keys())
+                    for index, name in enumerate(names):
+                        yield name, file.get_tensor(name)
+                        bar.update(1 / len(names))
+                        bar.set_postfix_str(f"{index + 1}/{len(names)} tensors", refresh=False)
+            except SafetensorError as error:  # noqa: PERF203 — names the file
+                raise ValueError(f"{path}: not a valid safetensors file ({error})") from error
+
+
+def fill(
+    destinations: Mapping[str, Tensor],
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    optional: Iterable[str] = (),
+    tied: Mapping[str, str] | None = None,
+) -> LoadReport:
+    """Copy checkpoint tensors into their destinations, casting floats to the destination's dtype.
+
+    Args:
+        destinations: for each checkpoint name, the tensor it fills.
+        tensors: the checkpoint, in any order.
+        optional: names that the checkpoint may lack.
+        tied: for each name that a checkpoint may repeat, the name of the destination it has to equal.
+
+    Raises:
+        ValueError: a tied tensor differs from the one it is tied to.
+    """
+    tied = dict(tied or {})
+    optional = set(optional)
+    missing = set(destinations)
+    misshapen, unexpected, repeated = [], [], {}
+    for name, tensor in tensors:
+        if name in tied:
+            repeated[name] = tensor
+            continue
+        destination = destinations.get(name)
+        if destination is None:
+            unexpected.append(name)
+            continue
+        missing.discard(name)
+        if destination.shape != tensor.shape:
+            misshapen.append(f"{name} (got {list(tensor.shape)}, needs {list(destination.shape)})")
+            continue
+        if destination.is_floating_point() != tensor.is_floating_point():
+            misshapen.append(f"{name} (got {tensor.dtype}, needs {destination.dtype})")
+            continue
+        destination.copy_(tensor)
+    for name, tensor in repeated.items():
+        original = destinations[tied[name]]
+        if tied[name] in missing:
+            continue
+        if tensor.shape != original.shape or not torch.equal(tensor.to(original), original):
+            raise ValueError(f"{name} differs from {tied[name]}; this model uses one tensor for both")
+    return LoadReport(
+        missing=tuple(sorted(missing - optional)),
+        misshapen=tuple(misshapen),
+        unexpected=tuple(unexpected),
+        absent=tuple(sorted(missing & optional)),
+    )

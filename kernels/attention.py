@@ -1,0 +1,478 @@
+"""Attention of ragged queries over a paged key-value cache: decode, verification and prefill.
+
+Query `i` of request `r` is the token at key index `p = seq_lens[r] − query_len + i`. With `s(j) = scale · q · k[j]`,
+soft-capped to `softcap · tanh(s / softcap)` when asked for, its output is the softmax-weighted mean of `v[j]` over
+
+    max(0, p − sliding_window + 1) ≤ j ≤ p          (0 ≤ j ≤ p without a window)
+
+Key `j` of request `r` lies in block `block_table[r, j // block_size]` at slot `j % block_size`. Only the visible part
+of a row of the block table is read, so entries past the sequence or before the window may hold anything.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tridraft.kernels._attention_kernels import combine_kernel, prefill_kernel, split_kernel
+from tridraft.kernels._op import (
+    FLOATS,
+    INTERPRET,
+    Arch,
+    Impl,
+    arch_of,
+    cdiv,
+    check_tensor,
+    next_power_of_2,
+    register,
+    use_triton,
+)
+from tridraft.kernels._pdl import pdl_options
+
+FP8 = torch.float8_e4m3fn
+
+SPLIT_QUERIES = 16
+"""Requests with at most this many queries have their keys split over programs; others are prefill.
+
+Up to here a key-value head's queries are one or two tiles of rows, so reading the keys is what takes the time.
+"""
+
+
+COMBINE_COLUMNS = 512 if INTERPRET else 64
+COMBINE_PARTS = 64
+COMBINE_REQUESTS = 16
+COMBINE_WARPS = 4
+"""Settings of the combine kernel: few columns a program, so that many programs share one request's many parts."""
+
+
+def paged_attention_reference(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Tensor:
+    """The definition, in float32, one request at a time (it reads the lengths on the host); see `paged_attention`."""
+    out = torch.zeros_like(q)
+    block_size, num_kv_heads = k_cache.shape[1:3]
+    starts = query_start_loc.tolist()
+    for request, seq_len in enumerate(seq_lens.tolist()):
+        begin, end = starts[request : request + 2]
+        if begin == end or seq_len == 0:
+            continue
+        p = torch.arange(seq_len - (end - begin), seq_len, device=q.device)
+        first = 0 if sliding_window is None else max(0, seq_len - (end - begin) - sliding_window + 1)
+        j = torch.arange(first, seq_len, device=q.device)
+        blocks = block_table[request, j // block_size].long()
+        k, v = (cache[blocks, j % block_size].float() for cache in (k_cache, v_cache))
+        if k_scale is not None:
+            k = k * k_scale[:, None]
+        if v_scale is not None:
+            v = v * v_scale[:, None]
+        queries = q[begin:end].float().unflatten(1, (num_kv_heads, -1))
+        scores = torch.einsum("qhgd,jhd->hgqj", queries, k) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        visible = j <= p[:, None]
+        if sliding_window is not None:
+            visible &= j > p[:, None] - sliding_window
+        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+        weights = weights.masked_fill(~visible.any(-1, keepdim=True), 0)
+        out[begin:end] = torch.einsum("hgqj,jhd->qhgd", weights, v).flatten(1, 2)
+    return out
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Launch settings.
+
+    Attributes:
+        block_m: rows, one for each query and each query head of the key-value head.
+        block_n: keys a step.
+        num_warps: warps a program.
+        num_stages: depth of the pipeline that loads keys and values.
+        programs_per_sm: programs that the split kernel wants for each multiprocessor.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int = 1
+
+
+def shared_memory(config: AttentionConfig, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype, arch: Arch) -> int:
+    """Bytes of shared memory a program takes at most: its queries, its tiles of keys and values, its weights."""
+    width = _width(head_dim)
+    queries = config.block_m * width * dtype.itemsize
+    tile = config.block_n * width * kv_dtype.itemsize
+    # Asynchronous products read tiles in place, so one more pair is in use. Without a pipeline K and V share a tile.
+    asynchronous = _has_wgmma(arch) and config.block_m >= 64
+    tiles = 2 * config.num_stages if asynchronous else max(2 * (config.num_stages - 1), 1)
+    # Tensor cores get the weights through shared memory.
+    weights = 0 if dtype == torch.float32 else 2 * config.block_m * config.block_n
+    return queries + tiles * tile + weights
+
+
+def split_config(
+    head_dim: int, group: int, queries: int, dtype: torch.dtype, kv_dtype: torch.dtype, arch: Arch
+) -> AttentionConfig:
+    """Settings of the split kernel for `queries` queries a request and `group` query heads a key-value head."""
+    width = _width(head_dim)
+    smallest = max(16, next_power_of_2(group))
+    rungs = []
+    if dtype != torch.float32:
+        rows = max(queries * group, smallest)
+        if rows <= 16:
+            # Memory bound: what counts is keys in flight, so the deepest pipeline that fits. More keys than rows a
+            # step, or Triton gives all warps the same rows.
+            warps, programs = (8, 1) if width > 256 else (4, 2)
+            rungs += [AttentionConfig(16, 32, warps, stages, programs) for stages in (4, 3)]
+        elif _has_async_products(arch):
+            # 64 rows let the products run asynchronously; 512 columns of their sums take half of the registers.
+            rungs += [AttentionConfig(64, 32 if width > 256 else 64, 8 if width > 128 else 4, 2)]
+        elif width <= 256 and smallest <= 32:
+            rungs += [AttentionConfig(32, 64, 4, stages) for stages in (3, 2)]
+        rungs += [AttentionConfig(smallest, 32, 4, stages) for stages in (2, 1)]
+    # Products of float32 use no tensor cores, hold their operands in registers, and are there for tests.
+    rungs.append(AttentionConfig(smallest, 16, 4, 1))
+    return _first_that_fits(rungs, head_dim, group, dtype, kv_dtype, arch)
+
+
+def prefill_config(head_dim: int, group: int, dtype: torch.dtype, kv_dtype: torch.dtype, arch: Arch) -> AttentionConfig:
+    """Settings of the prefill kernel for `group` query heads a key-value head."""
+    width = _width(head_dim)
+    smallest = max(16, next_power_of_2(group))
+    rungs = []
+    if dtype != torch.float32:
+        if width > 256 and _has_async_products(arch):
+            # 64 × 512 float32 sums are half of the registers; 128 rows would be all of them.
+            rungs += [AttentionConfig(64, 32, 8, 2)]
+        elif width <= 256:
+            # The more rows share a tile of keys, the less of it the L2 cache has to deliver.
+            rungs += [AttentionConfig(128, 64, 8, stages) for stages in ((3, 2) if width <= 128 else (2,))]
+            rungs += [AttentionConfig(64, 64, 4, 2), AttentionConfig(64, 32, 4, 2)]
+        rungs += [AttentionConfig(smallest, 32, 4, stages) for stages in (2, 1)]
+    rungs.append(AttentionConfig(smallest, 16, 4, 1))
+    return _first_that_fits(rungs, head_dim, group, dtype, kv_dtype, arch)
+
+
+def _width(head_dim: int) -> int:
+    """Columns of a tile: Triton's blocks are powers of two, and products need 16 at least."""
+    return max(next_power_of_2(head_dim), 16)
+
+
+def _has_wgmma(arch: Arch) -> bool:
+    return arch.backend == "cuda" and arch.capability == 90
+
+
+def _has_async_products(arch: Arch) -> bool:
+    """Hopper and data center Blackwell; not sm_120, which has Ampere's matrix instructions."""
+    return arch.backend == "cuda" and arch.capability in (90, 100, 103)
+
+
+def _first_that_fits(
+    rungs: list[AttentionConfig], head_dim: int, group: int, dtype: torch.dtype, kv_dtype: torch.dtype, arch: Arch
+) -> AttentionConfig:
+    for config in rungs:
+        if config.block_m >= group and shared_memory(config, head_dim, dtype, kv_dtype, arch) <= arch.shared_memory:
+            return config
+    raise ValueError(
+        f"q: {group} heads of {head_dim} in {dtype} a key-value head do not fit the {arch.shared_memory} B of shared "
+        "memory of this GPU"
+    )
+
+
+def _launch(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    scale: float,
+    max_query_len: int,
+    sliding_window: int | None,
+    softcap: float | None,
+    out: Tensor,
+) -> None:
+    num_tokens, num_heads, head_dim = q.shape
+    num_blocks, block_size, num_kv_heads = k_cache.shape[:3]
+    num_requests = seq_lens.shape[0]
+    group = num_heads // num_kv_heads
+    if num_tokens == 0 or num_requests == 0:
+        return
+    arch = arch_of(q.device)
+    if k_cache.dtype == FP8 and (INTERPRET or (arch.backend == "cuda" and arch.capability < 89)):
+        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+    inputs: dict[str, Any] = {
+        "out_ptr": out,
+        "q_ptr": q,
+        "k_ptr": k_cache,
+        "v_ptr": v_cache,
+        "table_ptr": block_table,
+        "query_start_loc_ptr": query_start_loc,
+        "seq_lens_ptr": seq_lens,
+        "k_scale_ptr": k_scale,
+        "v_scale_ptr": v_scale,
+        "num_requests": num_requests,
+        "num_blocks": num_blocks,
+        "stride_ot": out.stride(0),
+        "stride_oh": out.stride(1),
+        "stride_qt": q.stride(0),
+        "stride_qh": q.stride(1),
+        "stride_kb": k_cache.stride(0),
+        "stride_ks": k_cache.stride(1),
+        "stride_kh": k_cache.stride(2),
+        "stride_vb": v_cache.stride(0),
+        "stride_vs": v_cache.stride(1),
+        "stride_vh": v_cache.stride(2),
+        "stride_tr": block_table.stride(0),
+        "scale": scale,
+        "softcap": softcap,
+        "window": sliding_window,
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "BLOCK_SIZE": block_size,
+        "K_SCALES": 1 if k_scale is None else k_scale.shape[0],
+        "V_SCALES": 1 if v_scale is None else v_scale.shape[0],
+        "BLOCK_D": _width(head_dim),
+    }
+    _launch_split(inputs, min(max_query_len, SPLIT_QUERIES), num_kv_heads, arch)
+    if max_query_len > SPLIT_QUERIES:
+        config = prefill_config(head_dim, group, q.dtype, k_cache.dtype, arch)
+        block_q = config.block_m // group
+        launch: Any = prefill_kernel[(num_kv_heads, num_tokens // block_q + num_requests)]
+        launch(
+            **inputs,
+            min_queries=SPLIT_QUERIES + 1,
+            BLOCK_M=config.block_m,
+            BLOCK_Q=block_q,
+            BLOCK_N=config.block_n,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+
+
+def _launch_split(inputs: dict[str, Any], max_queries: int, num_kv_heads: int, arch: Arch) -> None:
+    """Launch the split kernel for the requests with at most `max_queries` queries, and what merges the parts."""
+    q, k_cache, out, seq_lens = (inputs[name] for name in ("q_ptr", "k_ptr", "out_ptr", "seq_lens_ptr"))
+    num_requests, group, head_dim = inputs["num_requests"], inputs["GROUP"], inputs["HEAD_DIM"]
+    config = split_config(head_dim, group, max_queries, q.dtype, k_cache.dtype, arch)
+    block_q = min(config.block_m // group, max_queries)
+    lanes = num_kv_heads * cdiv(max_queries, block_q)
+    rows = lanes * block_q * group
+    budget = max(arch.num_sms * config.programs_per_sm // lanes, 1)
+    partial = torch.empty(budget * rows, head_dim, dtype=torch.float32, device=q.device)
+    lse = torch.empty(budget * rows, dtype=torch.float32, device=q.device)
+    # Every request has a part of its own beside its share of the budget, which is rounded down.
+    launch: Any = split_kernel[(lanes, budget + num_requests - 1)]
+    launch(
+        **inputs,
+        partial_ptr=partial,
+        lse_ptr=lse,
+        num_kv_heads=num_kv_heads,
+        max_queries=max_queries,
+        budget=budget,
+        BLOCK_M=config.block_m,
+        BLOCK_Q=block_q,
+        BLOCK_N=config.block_n,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **pdl_options(arch),
+    )
+    if budget < 2:
+        return
+    block_d = min(_width(head_dim), COMBINE_COLUMNS)
+    launch = combine_kernel[(rows, cdiv(head_dim, block_d), min(num_requests, budget // 2, COMBINE_REQUESTS))]
+    launch(
+        out,
+        partial,
+        lse,
+        inputs["query_start_loc_ptr"],
+        seq_lens,
+        num_requests,
+        num_kv_heads,
+        max_queries,
+        budget,
+        out.stride(0),
+        out.stride(1),
+        inputs["window"],
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_Q=block_q,
+        BLOCK_N=config.block_n,
+        BLOCK_D=block_d,
+        BLOCK_S=COMBINE_PARTS,
+        num_warps=COMBINE_WARPS,
+        **pdl_options(arch),
+    )
+
+
+@register("paged_attention", mutates=("out",))
+def _paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    scale: float,
+    max_query_len: int,
+    sliding_window: int | None,
+    softcap: float | None,
+    out: Tensor,
+    triton: bool,
+) -> None:
+    if triton:
+        _launch(
+            q,
+            k_cache,
+            v_cache,
+            block_table,
+            query_start_loc,
+            seq_lens,
+            k_scale,
+            v_scale,
+            scale,
+            max_query_len,
+            sliding_window,
+            softcap,
+            out,
+        )
+    else:
+        out.copy_(
+            paged_attention_reference(
+                q,
+                k_cache,
+                v_cache,
+                block_table,
+                query_start_loc,
+                seq_lens,
+                scale=scale,
+                sliding_window=sliding_window,
+                softcap=softcap,
+                k_scale=k_scale,
+                v_scale=v_scale,
+            )
+        )
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    max_query_len: int,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    out: Tensor | None = None,
+    impl: Impl = "auto",
+) -> Tensor:
+    """Attention of the last tokens of every request over the request's keys and values in a paged cache.
+
+    Args:
+        q: queries of all requests one after the other, `[T, Hq, D]`.
+        k_cache: keys `[num_blocks, block_size, Hkv, D]` in `q`'s dtype or float8_e4m3fn, `Hq` a multiple of `Hkv`; any
+            strides, so a view of a packed or a head-major cache will do, and a token pool is `block_size` 1.
+        v_cache: values, like `k_cache`.
+        block_table: block of each `block_size` keys of a request, `[R, M]` int32.
+        query_start_loc: row of `q` where each request begins, then the end of the last, `[R + 1]` int32.
+        seq_lens: keys of each request, those of its queries included, `[R]` int32.
+        scale: factor of the scores.
+        max_query_len: no request has more queries; known on the host.
+        sliding_window: keys a query sees, itself included; `None` for all.
+        softcap: bound of the scores; `None` for none.
+        k_scale: float32 factor of the stored keys, `[1]` or `[Hkv]`.
+        v_scale: float32 factor of the stored values, `[1]` or `[Hkv]`.
+        out: where to write, like `q`; allocated when `None`.
+        impl: "triton", "eager", or "auto" for the kernel where it can run.
+
+    Returns:
+        `out`. A query that sees no key gives zeros; a row of `q` that no request owns is not written.
+
+    Raises:
+        ValueError: a shape, stride, device or setting that does not fit; the message names the argument.
+        TypeError: a dtype that is not taken.
+
+    A request without queries (padding repeats the last `query_start_loc`) costs nothing. Results are the same from
+    run to run, but where the keys are split for long contexts, and so the rounding, depends on the batch.
+
+    >>> q = torch.ones(1, 1, 16)
+    >>> k_cache, v_cache = torch.zeros(3, 2, 1, 16), torch.arange(3.0).view(3, 1, 1, 1).repeat(1, 2, 1, 16)
+    >>> block_table = torch.tensor([[2, 1]], dtype=torch.int32)  # keys 0 and 1 in block 2, key 2 in block 1
+    >>> query_start_loc, seq_lens = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([3], dtype=torch.int32)
+    >>> out = paged_attention(
+    ...     q, k_cache, v_cache, block_table, query_start_loc, seq_lens, scale=1.0, max_query_len=1, sliding_window=2
+    ... )
+    >>> out[0, 0, 0].item()  # keys 1 and 2, with equal weights
+    1.5
+    """
+    launch = use_triton(impl, q)
+    check_tensor("q", q, shape=("T", "Hq", "D"), dtype=FLOATS)
+    num_heads, head_dim = q.shape[1:]
+    check_tensor(
+        "k_cache",
+        k_cache,
+        shape=("num_blocks", "block_size", "Hkv", head_dim),
+        dtype=(q.dtype, FP8),
+        device=q.device,
+    )
+    check_tensor("v_cache", v_cache, shape=tuple(k_cache.shape), dtype=k_cache.dtype, device=q.device)
+    num_kv_heads = k_cache.shape[2]
+    if num_heads % num_kv_heads:
+        raise ValueError(f"q: got {num_heads} heads, needs a multiple of the cache's {num_kv_heads}")
+    check_tensor("block_table", block_table, shape=("R", "M"), dtype=torch.int32, device=q.device)
+    num_requests = block_table.shape[0]
+    check_tensor("query_start_loc", query_start_loc, shape=(num_requests + 1,), dtype=torch.int32, device=q.device)
+    check_tensor("seq_lens", seq_lens, shape=(num_requests,), dtype=torch.int32, device=q.device)
+    for name, factor in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if factor is not None:
+            size = 1 if factor.numel() == 1 else num_kv_heads
+            check_tensor(name, factor, shape=(size,), dtype=torch.float32, device=q.device)
+    for name, value in (
+        ("max_query_len", max_query_len),
+        ("sliding_window", sliding_window),
+        ("softcap", softcap),
+    ):
+        if value is not None and value <= 0:
+            raise ValueError(f"{name}: got {value}, needs a positive number")
+    if out is None:
+        out = q.new_empty(q.shape)
+    else:
+        check_tensor("out", out, shape=tuple(q.shape), dtype=q.dtype, device=q.device)
+    _paged_attention(
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        query_start_loc,
+        seq_lens,
+        k_scale,
+        v_scale,
+        scale,
+        max_query_len,
+        sliding_window,
+        softcap,
+        out,
+        launch,
+    )
+    return out

@@ -1,0 +1,578 @@
+"""`paged_attention` against float64 attention over keys and values gathered one query at a time."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from _aot import TARGETS, assert_compiles, record_launches
+from _compare import assert_close_to_float64
+from conftest import INTERPRET
+from tridraft.kernels._op import Arch, Impl
+from tridraft.kernels.attention import FP8, SPLIT_QUERIES, paged_attention, prefill_config, shared_memory, split_config
+
+DTYPES = [torch.float16, torch.float32] if INTERPRET else [torch.bfloat16, torch.float16, torch.float32]
+"""The interpreter multiplies bfloat16 bits as integers, so bfloat16 kernels are tested on the GPU only."""
+
+SHORT = [(1, 37), (0, 0), (5, 70), (3, 3), (1, 0), (1, 1), (0, 9)]
+"""(query_len, seq_len) of decode, verification, padding and empty requests in one batch."""
+
+MIXED = [(20, 45), (1, 50), (0, 0), (33, 33), (16, 18)]
+"""(query_len, seq_len) of prefill, prefill behind earlier keys, and decode in one batch."""
+
+
+@dataclass
+class Batch:
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    block_table: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    lengths: list[tuple[int, int]]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.q, self.k_cache, self.v_cache, self.block_table, self.query_start_loc, self.seq_lens)
+
+    @property
+    def max_query_len(self) -> int:
+        return max(query_len for query_len, _ in self.lengths)
+
+
+def new_cache(layout: str, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype, device):
+    """K and V views `[num_blocks, block_size, num_kv_heads, head_dim]` of one allocation, full of NaN."""
+    shape = {
+        "apart": (2, num_blocks, block_size, num_kv_heads, head_dim),
+        "block_pairs": (num_blocks, 2, block_size, num_kv_heads, head_dim),
+        "head_major": (num_blocks, 2, num_kv_heads, block_size, head_dim),
+        "packed": (num_blocks, block_size, num_kv_heads, 2 * head_dim),
+    }[layout]
+    memory = torch.full(shape, float("nan"), device=device).to(dtype)
+    if layout == "apart":
+        return memory[0], memory[1]
+    if layout == "block_pairs":
+        return memory[:, 0], memory[:, 1]
+    if layout == "head_major":
+        return memory[:, 0].transpose(1, 2), memory[:, 1].transpose(1, 2)
+    return memory[..., :head_dim], memory[..., head_dim:]
+
+
+def new_batch(
+    lengths: list[tuple[int, int]],
+    *,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 64,
+    block_size: int = 16,
+    dtype=torch.float32,
+    kv_dtype=None,
+    window: int | None = None,
+    layout: str = "apart",
+    device="cpu",
+) -> Batch:
+    """A ragged batch over shuffled blocks; keys that no query sees are NaN, their table entries no blocks."""
+    kv_dtype = kv_dtype or dtype
+    columns = max(seq_len for _, seq_len in lengths) // block_size + 2
+    blocks = [-(-seq_len // block_size) for _, seq_len in lengths]
+    order = torch.randperm(sum(blocks) + 1).tolist()
+    k_cache, v_cache = new_cache(layout, len(order), block_size, num_kv_heads, head_dim, kv_dtype, device)
+    block_table = torch.full((len(lengths), columns), -1, dtype=torch.int32)
+    block_table[:, 1::2] = 2**30
+    for request, (query_len, seq_len) in enumerate(lengths):
+        first = 0 if window is None else max(0, seq_len - query_len - window + 1)
+        own = [order.pop() for _ in range(blocks[request])]
+        for j in range(first, seq_len if query_len else 0):
+            block_table[request, j // block_size] = own[j // block_size]
+            for cache in (k_cache, v_cache):
+                value = torch.randn(num_kv_heads, head_dim).to(kv_dtype).to(device)
+                cache[own[j // block_size], j % block_size] = value
+    starts = torch.tensor([0] + [query_len for query_len, _ in lengths]).cumsum(0)
+    return Batch(
+        q=torch.randn(int(starts[-1]), num_heads, head_dim).to(device, dtype),
+        k_cache=k_cache,
+        v_cache=v_cache,
+        block_table=block_table.to(device),
+        query_start_loc=starts.to(device, torch.int32),
+        seq_lens=torch.tensor([seq_len for _, seq_len in lengths], dtype=torch.int32, device=device),
+        lengths=lengths,
+    )
+
+
+def gather(batch: Batch, request: int, keys: range, dtype, k_scale, v_scale) -> tuple[Tensor, Tensor]:
+    """Keys and values `[Hkv, len(keys), D]` of one request, dequantised, in `dtype` on the CPU."""
+    block_size = batch.k_cache.shape[1]
+    table = batch.block_table[request].tolist()
+    places = [(table[j // block_size], j % block_size) for j in keys]
+    blocks, slots = (torch.tensor(column, dtype=torch.int64) for column in zip(*places, strict=True))
+    pairs = ((batch.k_cache, k_scale), (batch.v_cache, v_scale))
+    k, v = (
+        cache.cpu()[blocks, slots].to(dtype) * (1 if factor is None else factor.cpu().to(dtype)[:, None])
+        for cache, factor in pairs
+    )
+    return k.transpose(0, 1), v.transpose(0, 1)
+
+
+def exact_attention(batch: Batch, *, scale, window=None, softcap=None, k_scale=None, v_scale=None) -> Tensor:
+    """The oracle: float64, one query at a time, over exactly the keys it sees."""
+    out = torch.zeros(batch.q.shape, dtype=torch.float64)
+    queries = batch.q.cpu().double().unflatten(1, (batch.k_cache.shape[2], -1))
+    row = 0
+    for request, (query_len, seq_len) in enumerate(batch.lengths):
+        for p in range(seq_len - query_len, seq_len):
+            keys = range(max(0, p + 1 - (window or p + 1)), p + 1)
+            if keys:
+                k, v = gather(batch, request, keys, torch.float64, k_scale, v_scale)
+                scores = queries[row] @ k.transpose(1, 2) * scale
+                if softcap is not None:
+                    scores = softcap * torch.tanh(scores / softcap)
+                out[row] = (scores.softmax(-1) @ v).flatten(0, 1)
+            row += 1
+    return out
+
+
+def torch_attention(batch: Batch, *, scale, window=None, softcap=None, k_scale=None, v_scale=None) -> Tensor:
+    """What PyTorch computes in the dtype of the queries, all queries of a request at once under a mask."""
+    out = torch.zeros(batch.q.shape, dtype=batch.q.dtype)
+    queries = batch.q.cpu().unflatten(1, (batch.k_cache.shape[2], -1))
+    row = 0
+    for request, (query_len, seq_len) in enumerate(batch.lengths):
+        first = 0 if window is None else max(0, seq_len - query_len - window + 1)
+        if query_len and seq_len:
+            k, v = gather(batch, request, range(first, seq_len), batch.q.dtype, k_scale, v_scale)
+            p, j = torch.arange(seq_len - query_len, seq_len)[:, None], torch.arange(first, seq_len)
+            hidden = (j > p) | (j <= p - (window or seq_len))
+            scores = queries[row : row + query_len].permute(1, 2, 0, 3) @ k.transpose(1, 2)[:, None] * scale
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+            out[row : row + query_len] = (weights @ v[:, None]).permute(2, 0, 1, 3).flatten(1, 2)
+        row += query_len
+    return out
+
+
+def check(batch: Batch, impl: Impl, *, window=None, softcap=None, k_scale=None, v_scale=None, scale=None) -> Tensor:
+    """Run and compare; returns the result."""
+    scale = batch.q.shape[-1] ** -0.5 if scale is None else scale
+    actual = paged_attention(
+        *batch.tensors,
+        scale=scale,
+        max_query_len=batch.max_query_len,
+        sliding_window=window,
+        softcap=softcap,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        impl=impl,
+    )
+    options = {"scale": scale, "window": window, "softcap": softcap, "k_scale": k_scale, "v_scale": v_scale}
+    assert_close_to_float64(actual, exact_attention(batch, **options), torch_attention(batch, **options))
+    return actual
+
+
+def gpu_only(*values):
+    """A parameter set too slow for the interpreter."""
+    return pytest.param(*values, marks=pytest.mark.gpu if INTERPRET else ())
+
+
+SHAPES = [
+    (64, 3, 3, torch.float32),
+    (96, 4, 2, torch.float16),
+    (128, 10, 2, torch.float16),
+    (192, 8, 1, torch.float16),
+    (256, 16, 1, torch.float16),
+    (256, 8, 4, torch.float32),
+    (512, 8, 1, torch.float16),
+    gpu_only(512, 32, 1, torch.float16),
+    gpu_only(512, 64, 2, torch.float32),
+    (16, 2, 1, torch.float16),
+]
+"""(head_dim, query heads, key-value heads, dtype); bfloat16 replaces float16 where it can be multiplied."""
+
+
+@pytest.mark.parametrize("lengths", [SHORT, MIXED], ids=["short", "mixed"])
+@pytest.mark.parametrize(("head_dim", "num_heads", "num_kv_heads", "dtype"), SHAPES)
+def test_matches_float64(head_dim, num_heads, num_kv_heads, dtype, lengths, impl, device):
+    dtype = torch.bfloat16 if dtype == torch.float16 and not INTERPRET else dtype
+    batch = new_batch(
+        lengths, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype, device=device
+    )
+    check(batch, impl)
+
+
+@pytest.mark.parametrize("num_heads", [1, 2, 7, 32])
+def test_group_sizes(num_heads, impl, device):
+    check(new_batch(SHORT, num_heads=num_heads, num_kv_heads=1, head_dim=32, device=device), impl)
+
+
+@pytest.mark.parametrize("window", [1, 15, 16, 17, 33])
+@pytest.mark.parametrize("lengths", [[(1, 16), (1, 17), (1, 15), (4, 34), (6, 3 + 6)], [(20, 60), (18, 18)]])
+def test_sliding_window(window, lengths, impl, device):
+    """Keys before the window are NaN and their blocks do not exist."""
+    check(new_batch(lengths, head_dim=32, window=window, device=device), impl, window=window)
+
+
+@pytest.mark.parametrize("window", [1024, 512])
+def test_window_of_a_long_sequence(window, impl, device):
+    lengths = [(1, 1400), (3, window), (2, window + 1), (1, window - 1)]
+    check(
+        new_batch(lengths, num_heads=2, num_kv_heads=1, head_dim=16, window=window, device=device), impl, window=window
+    )
+
+
+@pytest.mark.parametrize(("key", "expected"), [(903, 0.0), (904, 1 / 4096), (4999, 1 / 4096)])
+def test_window_edge_of_gemma(key, expected, impl, device):
+    """C20: with 4,096 keys, the query at 4999 sees 904 … 4999."""
+    batch = new_batch([(1, 5000)], num_heads=1, num_kv_heads=1, head_dim=16, block_size=64, device=device)
+    batch.q.zero_()
+    batch.v_cache.zero_()
+    batch.v_cache[int(batch.block_table[0, key // 64]), key % 64] = 1
+    out = paged_attention(*batch.tensors, scale=1.0, max_query_len=1, sliding_window=4096, impl=impl)
+    torch.testing.assert_close(out, torch.full_like(out, expected), atol=0, rtol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [SHORT, MIXED], ids=["short", "mixed"])
+def test_softcap(lengths, impl, device):
+    batch = new_batch(lengths, head_dim=64, window=40, device=device)
+    check(batch, impl, softcap=5.0, window=40, scale=2.0)
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize("lengths", [SHORT, MIXED], ids=["short", "mixed"])
+def test_fp8_scales(lengths, per_head, impl, device):
+    """C21: the scales are read from the device at each call, so loading them late is enough."""
+    dtype = torch.float16 if INTERPRET else torch.bfloat16
+    batch = new_batch(lengths, head_dim=64, dtype=dtype, kv_dtype=FP8, device=device)
+    k_scale, v_scale = (torch.ones(2 if per_head else 1, device=device) for _ in range(2))
+    check(batch, impl, k_scale=k_scale, v_scale=v_scale, scale=0.01)
+    k_scale.copy_(torch.tensor([0.003, 0.1])[: len(k_scale)])
+    v_scale.copy_(torch.tensor([0.02, 0.5])[: len(v_scale)])
+    check(batch, impl, k_scale=k_scale, v_scale=v_scale, scale=5.0)
+
+
+def test_fp8_holds_every_value(impl, device):
+    """All 254 numbers of float8_e4m3fn, subnormals and −0 included, arrive as they are."""
+    numbers = torch.arange(256, dtype=torch.uint8)
+    numbers[(numbers & 0x7F) == 0x7F] = 0
+    v_cache = numbers.to(device).view(FP8).view(16, 1, 1, 16)
+    out = paged_attention(
+        torch.zeros(16, 1, 16, device=device),
+        torch.zeros_like(v_cache),
+        v_cache,
+        torch.arange(16, dtype=torch.int32, device=device)[:, None],
+        torch.arange(17, dtype=torch.int32, device=device),
+        torch.ones(16, dtype=torch.int32, device=device),
+        scale=1.0,
+        max_query_len=1,
+        impl=impl,
+    )
+    assert torch.equal(out, v_cache[:, 0].float())
+
+
+@pytest.mark.parametrize("layout", ["apart", "block_pairs", "head_major", "packed"])
+@pytest.mark.parametrize("block_size", [1, 3, 16, 128])
+def test_cache_layouts(layout, block_size, impl, device):
+    """A token pool is block size 1; the other layouts are views of vLLM's caches."""
+    batch = new_batch([(2, 37), (1, 5), (1, 20)], head_dim=32, block_size=block_size, layout=layout, device=device)
+    assert layout == "apart" or not batch.k_cache.is_contiguous()
+    check(batch, impl)
+
+
+def test_strided_queries_and_output(impl, device):
+    batch = new_batch(SHORT, head_dim=32, device=device)
+    expected = check(batch, impl)
+    qkv = torch.randn(len(batch.q), 8, 48, device=device)
+    qkv[:, ::2, :32] = batch.q
+    batch.q = qkv[:, ::2, :32]
+    wide = torch.full((len(batch.q), 5, 40), 7.0, device=device)
+    out = paged_attention(*batch.tensors, scale=32**-0.5, max_query_len=5, out=wide[:, 1:, :32], impl=impl)
+    assert torch.equal(out, expected)
+    assert (wide[:, 0] == 7).all()
+    assert (wide[:, :, 32:] == 7).all()
+
+
+def test_rows_of_no_request_are_not_touched(impl, device):
+    batch = new_batch([(1, 9), (2, 12), (0, 0), (0, 0)], head_dim=32, device=device)
+    rows = torch.cat((batch.q, torch.full((4, *batch.q.shape[1:]), float("nan"), device=device)))
+    out = torch.full_like(rows, 7)
+    expected = check(batch, impl)
+    batch.q = rows
+    paged_attention(*batch.tensors, scale=32**-0.5, max_query_len=2, out=out, impl=impl)
+    assert torch.equal(out[:3], expected)
+    assert impl == "eager" or (out[3:] == 7).all()
+
+
+def test_queries_that_see_nothing_give_zeros(impl, device):
+    batch = new_batch([(1, 0), (3, 0), (20, 0), (1, 4)], head_dim=32, device=device)
+    out = check(batch, impl)
+    assert not out[:24].any()
+    assert out[24].any()
+
+
+def test_a_batch_of_nothing(impl, device):
+    batch = new_batch([(0, 0), (0, 0)], head_dim=32, device=device)
+    assert paged_attention(*batch.tensors, scale=1.0, max_query_len=1, impl=impl).shape == (0, 4, 32)
+    empty = [t[:0] for t in batch.tensors[3:]]
+    empty[1] = batch.query_start_loc[:1]
+    out = paged_attention(batch.q, batch.k_cache, batch.v_cache, *empty, scale=1.0, max_query_len=1, impl=impl)
+    assert out.shape == (0, 4, 32)
+
+
+def test_groups_use_their_own_block_table(impl, device):
+    """C19: the sliding table is [3, 1], the full one [0, 2]; values are the block's number."""
+    numbers = torch.arange(4.0, device=device).view(4, 1, 1, 1).repeat(1, 4, 1, 16)
+    rest = (torch.tensor([0, 1], device=device).int(), torch.tensor([8], device=device).int())
+    means = []
+    for table, window in (([[3, 1]], 6), ([[0, 2]], None)):
+        out = paged_attention(
+            torch.ones(1, 1, 16, device=device),
+            torch.zeros_like(numbers),
+            numbers,
+            torch.tensor(table, dtype=torch.int32, device=device),
+            *rest,
+            scale=1.0,
+            max_query_len=1,
+            sliding_window=window,
+            impl=impl,
+        )
+        means.append(out[0, 0, 0].item())
+    assert means == pytest.approx([(2 * 3 + 4 * 1) / 6, 1.0])
+
+
+@pytest.mark.parametrize("query_len", [1, 2, 3, 4, 5, 6, 7, 8, 16])
+def test_verify_lengths_at_head_512(query_len, impl, device):
+    """C24: some kernels fail from 5 or 6 query rows at head 512 on."""
+    dtype = torch.float16 if INTERPRET else torch.bfloat16
+    lengths = [(query_len, 40), (query_len, query_len)]
+    check(new_batch(lengths, num_heads=4, num_kv_heads=1, head_dim=512, dtype=dtype, device=device), impl)
+
+
+def test_one_long_request_among_many_short_ones(impl, device):
+    """More requests than are looked at together; the long one gets most of the parts, some short ones several."""
+    lengths = [(1, 1 + r % 20) for r in range(126)] + [(2, 900), (1, 300), (0, 0), (1, 7)]
+    batch = new_batch(lengths, num_heads=1, num_kv_heads=1, head_dim=16, device=device)
+    check(batch, impl)
+
+
+@pytest.mark.parametrize("num_sms", [1, 3, 132])
+def test_any_number_of_parts(num_sms, impl, device, monkeypatch):
+    """Partial results of any number of programs merge to the same attention."""
+    arch = Arch("cuda", 90, num_sms, 232448)
+    monkeypatch.setattr("tridraft.kernels.attention.arch_of", lambda _: arch)
+    lengths = [(1, 300), (2, 70), (0, 0), (1, 33), (1, 1)]
+    if INTERPRET and num_sms > 3:
+        lengths = lengths[1:4]
+    check(new_batch(lengths, num_heads=2, num_kv_heads=1, head_dim=16, device=device), impl)
+
+
+def test_large_scores_and_equal_keys(impl, device):
+    """Scores in the thousands neither overflow nor cancel; equal ones average."""
+    batch = new_batch([(1, 70), (2, 40)], head_dim=32, device=device)
+    check(batch, impl, scale=1000.0)
+    check(batch, impl, scale=0.0)
+
+
+def test_refusals_name_the_argument():
+    batch = new_batch([(1, 5)], head_dim=32)
+
+    def call(**changes):
+        names = ("q", "k_cache", "v_cache", "block_table", "query_start_loc", "seq_lens")
+        arguments = dict(zip(names, batch.tensors, strict=True))
+        return paged_attention(**{**arguments, "scale": 1.0, "max_query_len": 1, **changes})
+
+    for name, value, error in (
+        ("q", batch.q.long(), TypeError),
+        ("q", batch.q[0], ValueError),
+        ("q", batch.q[:, :3], ValueError),
+        ("q", batch.q.mT.contiguous().mT, ValueError),
+        ("k_cache", batch.k_cache.half(), TypeError),
+        ("k_cache", batch.k_cache[..., :16], ValueError),
+        ("v_cache", batch.v_cache[:1], ValueError),
+        ("v_cache", batch.v_cache.to(FP8), TypeError),
+        ("block_table", batch.block_table.long(), TypeError),
+        ("block_table", batch.block_table[0], ValueError),
+        ("query_start_loc", batch.query_start_loc[:1], ValueError),
+        ("seq_lens", batch.seq_lens.to("meta"), ValueError),
+        ("max_query_len", 0, ValueError),
+        ("sliding_window", 0, ValueError),
+        ("softcap", -1.0, ValueError),
+        ("k_scale", torch.ones(3), ValueError),
+        ("v_scale", torch.ones(1).half(), TypeError),
+        ("out", torch.empty(2, 4, 32), ValueError),
+        ("impl", "cuda", ValueError),
+    ):
+        with pytest.raises(error, match=f"^{name}: got"):
+            call(**{name: value})
+
+
+@pytest.mark.parametrize("layout", ["apart", "packed"])
+@pytest.mark.parametrize("lengths", [[(1, 5), (2, 9)], [(18, 20)]])
+def test_opcheck(lengths, layout, device):
+    batch = new_batch(lengths, head_dim=32, layout=layout, device=device)
+    scales = torch.ones(1, device=device), None
+    settings = (1.0, batch.max_query_len, 7, None, torch.zeros_like(batch.q), device.type == "cuda")
+    torch.library.opcheck(torch.ops.tridraft.paged_attention.default, (*batch.tensors, *scales, *settings))
+
+
+def test_compiles_into_a_full_graph(device, monkeypatch):
+    batch = new_batch([(1, 5), (2, 9)], head_dim=32, device=device)
+    monkeypatch.undo()  # Dynamo cannot trace a poisoned torch.empty
+
+    def layer(*tensors):
+        return paged_attention(*tensors, scale=0.5, max_query_len=2, sliding_window=4) * 2
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*batch.tensors), layer(*batch.tensors))
+
+
+LIMITS = {
+    "sm_75": Arch("cuda", 75, 40, 65536),
+    "sm_80": Arch("cuda", 80, 108, 166912),
+    "sm_89": Arch("cuda", 89, 128, 101376),
+    "sm_90": Arch("cuda", 90, 132, 232448),
+    "sm_120": Arch("cuda", 120, 170, 101376),
+    "gfx942": Arch("hip", 942, 304, 65536),
+}
+
+
+@pytest.mark.parametrize("arch", LIMITS.values(), ids=LIMITS)
+@pytest.mark.parametrize(
+    "dtypes", [(d, d) for d in (torch.bfloat16, torch.float16, torch.float32)] + [(torch.float16, FP8)]
+)
+def test_tiles_fit_shared_memory(dtypes: tuple[torch.dtype, torch.dtype], arch):
+    """C17, C18: queries and every stage of keys and values at head 512, for decode and for 256 queries and more."""
+    for head_dim in (16, 64, 96, 128, 192, 256, 512):
+        for group in (1, 2, 5, 8, 16):  # 32 in float32 do not fit 64 KiB
+            configs = [split_config(head_dim, group, queries, *dtypes, arch) for queries in (1, 4, 8, SPLIT_QUERIES)]
+            configs.append(prefill_config(head_dim, group, *dtypes, arch))
+            for config in configs:
+                assert shared_memory(config, head_dim, *dtypes, arch) <= arch.shared_memory
+                assert config.block_m >= group
+                tiles = 2 * max(config.num_stages - 1, 1) * config.block_n
+                if config.num_stages > 1:
+                    needed = (tiles * dtypes[1].itemsize + config.block_m * dtypes[0].itemsize) * head_dim
+                    assert needed <= arch.shared_memory
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="1 heads of 1024"):
+        split_config(1024, 1, 1, torch.float32, torch.float32, LIMITS["sm_75"])
+
+
+def variants(batch_size: int) -> set[tuple]:
+    """What the launches for a batch are compiled for."""
+    batch = new_batch([(1, 3)] * batch_size, head_dim=32)
+    with record_launches(LIMITS["sm_90"]) as launches:
+        for max_query_len in (1, 4, 32):
+            paged_attention(*batch.tensors, scale=1.0, max_query_len=max_query_len, impl="triton")
+    keys = set()
+    for launch in launches:
+        key = [launch.kernel.__name__, *launch.options.items()]
+        for parameter in launch.kernel.params:
+            value = launch.arguments[parameter.name]
+            if parameter.is_constexpr or (type(value) is int and not parameter.do_not_specialize and value == 1):
+                key.append(value)
+            elif type(value) is int and not parameter.do_not_specialize:
+                key.append(value % 16 == 0)
+        keys.add(tuple(key))
+    return keys
+
+
+@pytest.mark.skipif(INTERPRET, reason="compiled kernels do not exist in the interpreter")
+def test_nothing_is_compiled_for_a_batch_size():
+    assert all(variants(batch_size) == variants(1) for batch_size in (2, 3, 16, 33, 64))
+
+
+@pytest.mark.skipif(INTERPRET, reason="compiled kernels do not exist in the interpreter")
+@pytest.mark.parametrize(
+    ("head_dim", "num_heads", "kv_dtype", "max_query_len", "options"),
+    [
+        (512, 8, torch.bfloat16, 1, {}),
+        (512, 8, FP8, 1, {"k_scale": torch.ones(2), "v_scale": torch.ones(2)}),
+        (256, 8, torch.bfloat16, 1, {"sliding_window": 512}),
+        (96, 10, torch.bfloat16, 4, {"softcap": 50.0}),
+        pytest.param(512, 64, torch.bfloat16, 8, {}, marks=pytest.mark.slow),
+        pytest.param(512, 16, torch.bfloat16, 32, {}, marks=pytest.mark.slow),
+        pytest.param(256, 8, torch.bfloat16, 32, {"sliding_window": 512}, marks=pytest.mark.slow),
+        pytest.param(256, 8, FP8, 32, {"k_scale": torch.ones(1)}, marks=pytest.mark.slow),
+        pytest.param(128, 8, torch.float32, 32, {}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("target", TARGETS)
+def test_compiles_ahead_of_time(target, head_dim, num_heads, kv_dtype, max_query_len, options):
+    dtype = torch.bfloat16 if kv_dtype == FP8 else kv_dtype
+    batch = new_batch([(1, 3)], num_heads=num_heads, head_dim=head_dim, dtype=dtype, kv_dtype=kv_dtype)
+    assert_compiles(
+        lambda: paged_attention(*batch.tensors, scale=1.0, max_query_len=max_query_len, impl="triton", **options),
+        target,
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("max_query_len", [1, 5, 24])
+def test_captured_at_one_length_and_replayed_at_others(max_query_len, device):
+    """The first call is inside the capture, at length 3; padding rows and other lengths follow by replay."""
+    requests, longest = 4, 3000
+    batch = new_batch(
+        [(max_query_len, longest)] * requests, num_heads=8, num_kv_heads=1, head_dim=256, dtype=torch.bfloat16,
+        device=device,
+    )  # fmt: skip
+    q, starts = batch.q.clone(), batch.query_start_loc.clone()
+    batch.seq_lens.fill_(max(3, max_query_len))
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.graph(graph):
+            out = paged_attention(*batch.tensors, scale=0.06, max_query_len=max_query_len)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for lengths in (
+        [(max_query_len, n) for n in (3000, 40, 1025, 2999)],
+        [(1, 2500), (max_query_len, 700), (0, 0), (0, 0)],
+    ):
+        batch.q.copy_(q + 1)
+        batch.seq_lens.copy_(torch.tensor([seq_len for _, seq_len in lengths]))
+        batch.query_start_loc.copy_(torch.tensor([0] + [n for n, _ in lengths]).cumsum(0))
+        batch.lengths = lengths
+        out.fill_(float("nan"))
+        graph.replay()
+        rows = int(batch.query_start_loc[-1])
+        batch.q, everything = batch.q[:rows], batch.q
+        assert_close_to_float64(out[:rows], exact_attention(batch, scale=0.06), torch_attention(batch, scale=0.06))
+        assert out[rows:].isnan().all()
+        batch.q = everything
+    assert starts[-1] == len(q)
+
+
+@pytest.mark.gpu
+def test_runs_are_equal(device):
+    batch = new_batch(
+        [(1, 2000), (3, 1500)], num_heads=8, num_kv_heads=1, head_dim=512, dtype=torch.bfloat16, device=device
+    )
+    runs = [paged_attention(*batch.tensors, scale=0.04, max_query_len=3) for _ in range(5)]
+    assert all(torch.equal(run, runs[0]) for run in runs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("max_query_len", [1, 20])
+def test_blocks_beyond_two_to_the_31st_element(max_query_len, device):
+    """C22: the last blocks of a cache of more than 2³¹ elements, against the same keys in its first blocks."""
+    head_dim, block_size, blocks = 512, 128, 32768 + 3
+    cache = torch.zeros(blocks, block_size, 1, head_dim, dtype=torch.bfloat16, device=device)
+    assert cache.numel() > 2**31
+    seq_len = 300
+    content = torch.randn(3, block_size, 1, head_dim, device=device)
+    cache[:3] = content
+    cache[-3:] = content
+    q = torch.randn(max_query_len, 8, head_dim, dtype=torch.bfloat16, device=device)
+    rest = (torch.tensor([0, max_query_len], device=device).int(), torch.tensor([seq_len], device=device).int())
+    low, high = (
+        paged_attention(
+            q, cache, cache, torch.tensor([table], dtype=torch.int32, device=device), *rest, scale=0.04,
+            max_query_len=max_query_len,
+        )
+        for table in ([0, 1, 2], [blocks - 3, blocks - 2, blocks - 1])
+    )  # fmt: skip
+    assert low.any()
+    assert torch.equal(low, high)

@@ -62,7 +62,11 @@ class ActivationConfig:
 
 
 def activation_config(size: int) -> ActivationConfig:
-    """Eight elements a thread, one 16-byte load each of gate and up, in programs of up to four warps."""
+    """Eight elements a thread, one 16-byte load each of gate and up, in programs of up to four warps.
+
+    H200, 2026-11-30, 1,024 columns and 4 warps: 0.71 µs at [1, 2 × 2048], 11.9 at 4,096 rows. 512 columns and 2 warps
+    need 20.4 there; 16 elements a thread make one row 1.07 µs and gain 8% at [128, 2 × 8192] (2.49 against 2.72).
+    """
     block = min(1024, max(next_power_of_2(size), 256))
     return ActivationConfig(block, block // 256)
 

@@ -108,7 +108,10 @@ class HeadsConfig:
 
 
 def write_kv_config(heads: int, head_dim: int) -> HeadsConfig:
-    """Tiles of 1,024 elements for two warps, 16 each a thread; a token's tiles are all in flight at once."""
+    """Tiles of 1,024 elements for two warps, 16 each a thread; a token's tiles are all in flight at once.
+
+    H200, 2026-11-30, 8,192 tokens of 2 × 8 heads of 256: 35.7 µs; 40.0 with 512 elements and one warp.
+    """
     tile = max(1, 1024 // next_power_of_2(head_dim))
     return HeadsConfig(tile, 2, cdiv(heads, tile))
 
@@ -117,11 +120,13 @@ def qk_norm_rope_config(tokens: int, q_heads: int, kv_heads: int, head_dim: int,
     """Tiles of 1,024 elements for two warps: a warp reads whole heads, so no sum crosses warps.
 
     With few tokens each tile has a program of its own, for latency. With many, a program takes several tiles of its
-    token, since the sines cost more instructions than a tile does; 32 programs a multiprocessor remain.
+    token, since the sines cost more instructions than a tile does; 16 programs a multiprocessor remain. H200,
+    2026-11-30, 4,096 tokens of 8 + 2 × 1 heads of 256: 16.0 µs with 16, 17.8 with 32, 19.0 with 64; tiles of 4,096
+    elements and 4 warps run out of registers (49 µs).
     """
     tile = max(1, 1024 // next_power_of_2(head_dim))
     tiles = cdiv(q_heads, tile) + 2 * cdiv(kv_heads, tile)
-    return HeadsConfig(tile, 2, max(1, min(tiles, cdiv(32 * arch.num_sms, max(tokens, 1)))))
+    return HeadsConfig(tile, 2, max(1, min(tiles, cdiv(16 * arch.num_sms, max(tokens, 1)))))
 
 
 def _check_fp8(cache: Tensor, arch: Arch) -> None:

@@ -40,7 +40,7 @@ _POINTERS = {
     torch.uint8: "*u8",
     torch.bool: "*i1",
 }
-_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "launch_pdl")
+_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "launch_pdl", "enable_fp_fusion")
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,10 @@ import pytest
 import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# torch caches the constructors it wraps for `with torch.device(...)` at the first use: let that be before the poison.
+with torch.device("meta"):
+    torch.empty(0)
+
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 IMPLS = [impl for impl in ("eager", "triton") if impl == "eager" or INTERPRET or torch.cuda.is_available()]
 

@@ -131,19 +131,26 @@ def check_against_transformers(committed: Committed, **settings: Any) -> None:
         same.append(together(transformers_draft(target, assistant, *row)[0] for row in rows))
     assert_close_to_float64(ours.hidden, exact.hidden, worst_of((run.hidden for run in same), exact.hidden))
 
+    # In 16 bits a random model's best logits, and its centroids, are often nearer to each other than they are exact.
+    whole = ours.logits.dtype == torch.float32
     scored = ours.logits.isfinite()
     head = committed.draft.masked_embedding
+    steps = torch.ones(len(scored), dtype=torch.bool, device=scored.device)
     if head is None:
         assert scored.all()
     else:  # the reference gives tokens outside the best centroids the least logit less 1
         selected = exact.logits > exact.logits.amin(-1, keepdim=True)
-        assert torch.equal(scored, selected), "error: other centroids are selected"
+        steps = (scored == selected).all(-1)
+        assert steps.all() if whole else steps.sum() >= len(steps) / 2, "error: other centroids are selected"
+        scored &= steps[:, None]
+        for run in same:  # the reference may have moved to another centroid itself
+            scored &= run.logits > run.logits.amin(-1, keepdim=True)
     exact_scored = exact.logits[scored]
     same_scored = worst_of((run.logits[scored] for run in same), exact_scored)
     assert_close_to_float64(ours.logits[scored], exact_scored, same_scored)
     best = exact.logits.topk(2).values
-    clear = best[:, 0] - best[:, 1] > 4 * (same_scored - exact_scored).abs().max()
-    assert clear.sum() >= len(clear) / 2
+    clear = steps & (best[:, 0] - best[:, 1] > 4 * (same_scored - exact_scored).abs().max())
+    assert clear.sum() >= (len(clear) / 2 if whole else 1)
     assert torch.equal(ours.logits.argmax(-1)[clear], exact.logits.argmax(-1)[clear])
 
 

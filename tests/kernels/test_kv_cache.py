@@ -226,7 +226,7 @@ def test_qk_norm_rope_writes_k_and_v_of_one_tensor(impl, device):
     positions, slots, inv_freq = (
         torch.tensor([3, 9], device=device),
         torch.tensor([0, 7], device=device),
-        frequencies(8),
+        frequencies(8, device=device),
     )
     qk_norm_rope(
         torch.randn(2, 2, 16, device=device), positions, inv_freq, k=k, v=k, v_norm=True, impl=impl,
@@ -472,7 +472,7 @@ def test_replays_on_changed_inputs(device):
         for replay in range(3):
             positions += 50_000
             slots.add_(7 * replay).clamp_(max=47)
-            slots[replay] = -1
+            slots[replay : replay + 1].fill_(-1)
             slots[replay + 1 :] += torch.arange(5 - replay, device=device)
             for graph in graphs:
                 graph.replay()

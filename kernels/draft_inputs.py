@@ -1,0 +1,586 @@
+"""Draft inputs: what a drafter reads next, written on the device in one launch.
+
+A target pass computes `T` tokens for `R` requests; request `r` owns the rows from `query_start_loc[r]` up to
+`query_start_loc[r + 1]`, of which the last `num_rejected[r]` are rejected drafts. With `P = seq_lens − num_rejected`
+accepted, computed keys (positions `0 … P − 1`), the next token is `x_P`: the one just sampled, `last_sampled[slot]`,
+or, at the end of a prompt chunk (`num_sampled[r] == 0`), the prompt's own next token, `next_prefill_tokens[slot]`.
+
+| operation | when | row |
+|---|---|---|
+| `prepare_prefill_inputs` | draft step 0 of a drafter that owns KV | every target row, ids shifted left by one |
+| `prepare_decode_inputs` | the first step with one row a request | the last accepted row |
+| `update_draft_inputs` | between two draft steps | one a request |
+| `compute_slot_mapping` | before a pass that writes KV | every row |
+
+Shapes are those vLLM and SGLang hold: packed rows, `query_start_loc` padded with its last value, `idx_mapping`
+(row → request slot, −1 for padding), `seq_lens` padded with 0, block tables `[R, M]` padded with −1 or anything.
+Integer tensors are int32 or int64. The values live on the device only, so every operation can be captured.
+
+    prepare_decode_inputs(hidden, query_start_loc, seq_lens, idx_mapping, num_rejected, tokens=drafts[0],
+                          advance_positions=True, max_model_len=4096, input_ids=ids, positions=positions,
+                          out_seq_lens=draft_seq_lens, out_hidden=draft_hidden)
+"""
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from tridraft.kernels._draft_inputs_kernels import (
+    decode_inputs_kernel,
+    prefill_inputs_kernel,
+    row_launch,
+    slot_mapping_kernel,
+    token_launch,
+    update_inputs_kernel,
+)
+from tridraft.kernels._op import FLOATS, Impl, cdiv, check_tensor, register, use_triton
+
+_INTS = (torch.int32, torch.int64)
+
+
+def _request_of_row(query_start_loc: Tensor, num_rows: int) -> Tensor:
+    """The request that owns each row; R for the rows behind the last request."""
+    rows = torch.arange(num_rows, device=query_start_loc.device)
+    return torch.searchsorted(query_start_loc[1:].long(), rows, right=True)
+
+
+def _last_accepted_row(query_start_loc: Tensor, num_rejected: Tensor) -> Tensor:
+    """Each request's last accepted row; its first row where a stale count rejects them all."""
+    begin, end = query_start_loc[:-1].long(), query_start_loc[1:].long()
+    return torch.maximum(end - 1 - num_rejected, begin)
+
+
+def _bonus_token(idx_mapping: Tensor, last_sampled: Tensor, next_prefill_tokens: Tensor, num_sampled: Tensor) -> Tensor:
+    slots = idx_mapping.long().clamp(min=0)
+    return torch.where(num_sampled > 0, last_sampled[slots].long(), next_prefill_tokens[slots].long())
+
+
+def _slots(positions: Tensor, block_rows: Tensor, block_size: int, max_model_len: int) -> Tensor:
+    """Slot of each position in its row of block ids `[n, M]`; −1 past the end or where no block is reserved."""
+    positions = positions.long()
+    column = positions // block_size
+    inside = (positions >= 0) & (positions < max_model_len) & (column < block_rows.shape[1])
+    block = block_rows.gather(1, column.where(inside, 0).unsqueeze(1)).squeeze(1).long()
+    return torch.where(inside & (block >= 0), block * block_size + positions % block_size, -1)
+
+
+def prepare_prefill_inputs_reference(
+    target_input_ids: Tensor,
+    target_positions: Tensor,
+    query_start_loc: Tensor,
+    idx_mapping: Tensor,
+    last_sampled: Tensor,
+    next_prefill_tokens: Tensor,
+    num_sampled: Tensor,
+    num_rejected: Tensor,
+    num_rows: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The definition; see `prepare_prefill_inputs`. Returns (input_ids, positions, last_token_indices)."""
+    num_tokens = target_input_ids.shape[0]
+    live = idx_mapping >= 0
+    last = _last_accepted_row(query_start_loc, num_rejected)
+    bonus = _bonus_token(idx_mapping, last_sampled, next_prefill_tokens, num_sampled)
+
+    row = torch.arange(num_rows, device=last.device)
+    request = _request_of_row(query_start_loc, num_rows)
+    row_last = F.pad(torch.where(live, last, -1), (0, 1), value=-1)[request]
+    shifted = F.pad(target_input_ids.long(), (0, max(num_rows - num_tokens, 0) + 1))[1 : num_rows + 1]
+    ids = torch.where(row < row_last, shifted, F.pad(bonus, (0, 1))[request])
+    positions = F.pad(target_positions.long(), (0, max(num_rows - num_tokens, 0)))[:num_rows]
+    accepted = row <= row_last
+    return ids.where(accepted, 0), positions.where(accepted, 0), last.clamp(max=num_tokens - 1).where(live, 0)
+
+
+def prepare_decode_inputs_reference(
+    hidden: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    idx_mapping: Tensor,
+    num_rejected: Tensor,
+    tokens: Tensor,
+    advance_positions: bool,
+    position_shift: int,
+    max_model_len: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The definition; see `prepare_decode_inputs`. `tokens` already follows the bonus rule.
+
+    Returns (input_ids, positions before clamping, seq_lens, row of `hidden`).
+    """
+    live = idx_mapping >= 0
+    length = (seq_lens.long() - num_rejected).clamp(min=0)
+    row = _last_accepted_row(query_start_loc, num_rejected).clamp(max=hidden.shape[0] - 1)
+    new_length = (length + advance_positions).clamp(max=max_model_len)
+    positions = (length + position_shift).clamp(min=0)
+    return tokens.long().where(live, 0), positions.where(live, 0), new_length.where(live, 0), row.where(live, 0)
+
+
+def update_draft_inputs_reference(
+    tokens: Tensor,
+    idx_mapping: Tensor,
+    positions: Tensor,
+    seq_lens: Tensor,
+    advance_positions: bool,
+    max_model_len: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The definition; see `update_draft_inputs`. Returns (input_ids, positions before clamping, seq_lens)."""
+    live = idx_mapping >= 0
+    lengths = (seq_lens.long() + advance_positions).clamp(max=max_model_len)
+    return tokens.long().where(live, 0), (positions.long() + advance_positions).where(live, 0), lengths.where(live, 0)
+
+
+def compute_slot_mapping_reference(
+    positions: Tensor,
+    query_start_loc: Tensor,
+    block_table: Tensor,
+    block_size: int,
+    idx_mapping: Tensor | None,
+    num_rejected: Tensor | None,
+    max_model_len: int,
+) -> Tensor:
+    """The definition; see `compute_slot_mapping`."""
+    num_reqs = block_table.shape[0]
+    if num_reqs == 0:
+        return torch.full_like(positions, -1, dtype=torch.int64)
+    row = torch.arange(positions.shape[0], device=positions.device)
+    request = _request_of_row(query_start_loc, positions.shape[0])
+    end = query_start_loc[1:].long()
+    if num_rejected is not None:
+        end = end - num_rejected
+    if idx_mapping is not None:
+        end = end.where(idx_mapping >= 0, 0)
+    written = (request < num_reqs) & (row < F.pad(end, (0, 1))[request])
+    slots = _slots(positions, block_table[request.clamp(max=num_reqs - 1)], block_size, max_model_len)
+    return slots.where(written, -1)
+
+
+@register("prepare_prefill_inputs", mutates=("input_ids", "positions", "last_token_indices"))
+def _prepare_prefill_inputs(
+    target_input_ids: Tensor,
+    target_positions: Tensor,
+    query_start_loc: Tensor,
+    idx_mapping: Tensor,
+    last_sampled: Tensor,
+    next_prefill_tokens: Tensor,
+    num_sampled: Tensor,
+    num_rejected: Tensor,
+    input_ids: Tensor,
+    positions: Tensor,
+    last_token_indices: Tensor,
+    triton: bool,
+) -> None:
+    num_reqs, num_tokens, num_rows = idx_mapping.shape[0], target_input_ids.shape[0], input_ids.shape[0]
+    target = (target_input_ids, target_positions, query_start_loc, idx_mapping)
+    state = (last_sampled, next_prefill_tokens, num_sampled, num_rejected)
+    outputs = (input_ids, positions, last_token_indices)
+    if triton:
+        launch = token_launch(num_reqs, num_rows)
+        sizes = (num_reqs, num_tokens, num_rows, last_sampled.shape[0])
+        kernel: Any = prefill_inputs_kernel[(num_reqs + 1, launch.splits)]
+        kernel(*target, *state, *outputs, *sizes, BLOCK=launch.block, **launch.options(input_ids))
+        return
+    values = prepare_prefill_inputs_reference(*target, *state, num_rows)
+    for output, value in zip(outputs, values, strict=True):
+        output.copy_(value)
+
+
+@register("prepare_decode_inputs", mutates=("input_ids", "positions", "out_seq_lens", "out_hidden", "slot_mapping"))
+def _prepare_decode_inputs(
+    hidden: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    idx_mapping: Tensor,
+    num_rejected: Tensor,
+    tokens: Tensor | None,
+    last_sampled: Tensor | None,
+    next_prefill_tokens: Tensor | None,
+    num_sampled: Tensor | None,
+    input_ids: Tensor,
+    positions: Tensor,
+    out_seq_lens: Tensor,
+    out_hidden: Tensor,
+    block_table: Tensor | None,
+    slot_mapping: Tensor | None,
+    block_size: int,
+    max_model_len: int,
+    position_shift: int,
+    advance_positions: bool,
+    triton: bool,
+) -> None:
+    num_reqs, hidden_size = out_hidden.shape
+    target = (hidden, query_start_loc, seq_lens, idx_mapping, num_rejected)
+    if triton:
+        launch = row_launch(hidden_size)
+        num_slots = 2**31 - 1 if last_sampled is None else last_sampled.shape[0]
+        sizes = (hidden.shape[0], num_slots, hidden_size, *_table_sizes(block_table))
+        kernel: Any = decode_inputs_kernel[(num_reqs, max(1, cdiv(hidden_size, launch.block)))]
+        kernel(
+            *(*target, tokens, last_sampled, next_prefill_tokens, num_sampled),
+            *(input_ids, positions, out_seq_lens, out_hidden, block_table, slot_mapping),
+            *(*sizes, hidden.stride(0), out_hidden.stride(0), block_size, max_model_len, position_shift),
+            ADVANCE=advance_positions,
+            BLOCK_H=launch.block,
+            **launch.options(hidden),
+        )
+        return
+    if tokens is None:
+        assert last_sampled is not None
+        assert next_prefill_tokens is not None
+        assert num_sampled is not None
+        tokens = _bonus_token(idx_mapping, last_sampled, next_prefill_tokens, num_sampled)
+    ids, unclamped, lengths, row = prepare_decode_inputs_reference(
+        *target, tokens, advance_positions, position_shift, max_model_len
+    )
+    live = idx_mapping >= 0
+    input_ids.copy_(ids)
+    positions.copy_(unclamped.clamp(max=max_model_len - 1))
+    out_seq_lens.copy_(lengths)
+    out_hidden.copy_(torch.where(live.unsqueeze(1), hidden[row], out_hidden))
+    if block_table is not None and slot_mapping is not None:
+        slot_mapping.copy_(_slots(unclamped, block_table, block_size, max_model_len).where(live, -1))
+
+
+@register("update_draft_inputs", mutates=("input_ids", "positions", "seq_lens", "out_hidden", "slot_mapping"))
+def _update_draft_inputs(
+    tokens: Tensor,
+    hidden: Tensor | None,
+    idx_mapping: Tensor,
+    input_ids: Tensor,
+    positions: Tensor,
+    seq_lens: Tensor,
+    out_hidden: Tensor | None,
+    block_table: Tensor | None,
+    slot_mapping: Tensor | None,
+    block_size: int,
+    max_model_len: int,
+    advance_positions: bool,
+    triton: bool,
+) -> None:
+    if triton:
+        hidden_size = 1 if hidden is None else hidden.shape[1]
+        launch = row_launch(hidden_size)
+        strides = [0 if tensor is None else tensor.stride(0) for tensor in (hidden, out_hidden)]
+        kernel: Any = update_inputs_kernel[(idx_mapping.shape[0], max(1, cdiv(hidden_size, launch.block)))]
+        kernel(
+            *(tokens, hidden, idx_mapping, input_ids, positions, seq_lens, out_hidden, block_table, slot_mapping),
+            *(hidden_size, *_table_sizes(block_table), *strides, block_size, max_model_len),
+            ADVANCE=advance_positions,
+            BLOCK_H=launch.block,
+            **launch.options(tokens),
+        )
+        return
+    live = idx_mapping >= 0
+    ids, unclamped, lengths = update_draft_inputs_reference(
+        tokens, idx_mapping, positions, seq_lens, advance_positions, max_model_len
+    )
+    input_ids.copy_(ids)
+    positions.copy_(unclamped.clamp(max=max_model_len - 1))
+    seq_lens.copy_(lengths)
+    if hidden is not None and out_hidden is not None:
+        out_hidden.copy_(torch.where(live.unsqueeze(1), hidden, out_hidden))
+    if block_table is not None and slot_mapping is not None:
+        slot_mapping.copy_(_slots(unclamped, block_table, block_size, max_model_len).where(live, -1))
+
+
+@register("compute_slot_mapping", mutates=("out",))
+def _compute_slot_mapping(
+    positions: Tensor,
+    query_start_loc: Tensor,
+    block_table: Tensor,
+    block_size: int,
+    idx_mapping: Tensor | None,
+    num_rejected: Tensor | None,
+    max_model_len: int,
+    out: Tensor,
+    triton: bool,
+) -> None:
+    if triton:
+        num_reqs, num_rows = block_table.shape[0], out.shape[0]
+        launch = token_launch(num_reqs, num_rows)
+        kernel: Any = slot_mapping_kernel[(num_reqs + 1, launch.splits)]
+        kernel(
+            *(positions, query_start_loc, block_table, idx_mapping, num_rejected, out),
+            *(num_reqs, num_rows, *_table_sizes(block_table), block_size, max_model_len),
+            BLOCK=launch.block,
+            **launch.options(out),
+        )
+        return
+    slots = compute_slot_mapping_reference(
+        positions, query_start_loc, block_table, block_size, idx_mapping, num_rejected, max_model_len
+    )
+    out.fill_(-1)[: positions.shape[0]].copy_(slots)
+
+
+def _table_sizes(block_table: Tensor | None) -> tuple[int, int]:
+    return (0, 0) if block_table is None else (block_table.shape[1], block_table.stride(0))
+
+
+def _check_ints(device: torch.device, size: int | str, **tensors: Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            check_tensor(name, tensor, shape=(size,), dtype=_INTS, device=device)
+
+
+def _check_slots(
+    block_table: Tensor | None, block_size: int | None, slot_mapping: Tensor | None, num_reqs: int, device: torch.device
+) -> None:
+    given = [argument is not None for argument in (block_table, block_size, slot_mapping)]
+    if any(given) and not all(given):
+        raise ValueError("block_table, block_size, slot_mapping: got some of the three, needs all or none")
+    if block_table is not None and block_size is not None and slot_mapping is not None:
+        check_tensor("block_table", block_table, shape=(num_reqs, "M"), dtype=_INTS, device=device)
+        check_tensor("slot_mapping", slot_mapping, shape=(num_reqs,), dtype=torch.int64, device=device)
+        _check_positive(block_size=block_size)
+
+
+def _check_positive(**values: int) -> None:
+    for name, value in values.items():
+        if value < 1:
+            raise ValueError(f"{name}: got {value}, needs at least 1")
+
+
+def prepare_prefill_inputs(
+    target_input_ids: Tensor,
+    target_positions: Tensor,
+    query_start_loc: Tensor,
+    idx_mapping: Tensor,
+    last_sampled: Tensor,
+    next_prefill_tokens: Tensor,
+    num_sampled: Tensor,
+    num_rejected: Tensor,
+    *,
+    input_ids: Tensor,
+    positions: Tensor,
+    last_token_indices: Tensor,
+    impl: Impl = "auto",
+) -> None:
+    """Inputs of draft step 0 over the target's rows: ids shifted left by one, the next token at the last.
+
+    Rejected rows stay in the batch as padding (id 0, position 0), so its shape is the target's.
+
+    Args:
+        target_input_ids: `[T]` tokens of the target pass.
+        target_positions: `[T]` their positions.
+        query_start_loc: `[R + 1]`.
+        idx_mapping: `[R]` request slots; −1 is padding.
+        last_sampled: `[S]` last sampled token by slot.
+        next_prefill_tokens: `[S]` next prompt token by slot.
+        num_sampled: `[R]` tokens this pass sampled; 0 inside a prompt.
+        num_rejected: `[R]` rejected drafts at the end of each request's rows.
+        input_ids: `[≥ T]` written, every row.
+        positions: `[≥ T]` written, every row.
+        last_token_indices: `[R]` written: row of the last accepted token, 0 for padding.
+        impl: "auto", "triton" or "eager".
+
+    >>> def ints(*values): return torch.tensor(values)
+    >>> ids, positions, last = torch.empty(6).long(), torch.empty(6).long(), torch.empty(2).long()
+    >>> prepare_prefill_inputs(
+    ...     ints(11, 12, 13, 21, 22), ints(4, 5, 6, 0, 1), ints(0, 3, 5), ints(1, 0), last_sampled=ints(7, 99),
+    ...     next_prefill_tokens=ints(23, 8), num_sampled=ints(2, 0), num_rejected=ints(1, 0),
+    ...     input_ids=ids, positions=positions, last_token_indices=last)
+    >>> ids.tolist(), positions.tolist(), last.tolist()
+    ([12, 99, 0, 22, 23, 0], [4, 5, 0, 0, 1, 0], [1, 4])
+    """
+    device, num_tokens, num_reqs = target_input_ids.device, target_input_ids.shape[0], idx_mapping.shape[0]
+    num_rows, num_slots = input_ids.shape[0], last_sampled.shape[0]
+    _check_ints(device, num_tokens, target_input_ids=target_input_ids, target_positions=target_positions)
+    _check_ints(device, num_reqs + 1, query_start_loc=query_start_loc)
+    _check_ints(device, num_reqs, idx_mapping=idx_mapping, num_sampled=num_sampled, num_rejected=num_rejected)
+    _check_ints(device, num_reqs, last_token_indices=last_token_indices)
+    _check_ints(device, num_slots, last_sampled=last_sampled, next_prefill_tokens=next_prefill_tokens)
+    _check_ints(device, num_rows, input_ids=input_ids, positions=positions)
+    if num_rows < num_tokens:
+        raise ValueError(f"input_ids: got {num_rows} rows, needs at least {num_tokens}")
+    target = (target_input_ids, target_positions, query_start_loc, idx_mapping)
+    state = (last_sampled, next_prefill_tokens, num_sampled, num_rejected)
+    outputs = (input_ids, positions, last_token_indices)
+    _prepare_prefill_inputs(*target, *state, *outputs, use_triton(impl, target_input_ids))
+
+
+def prepare_decode_inputs(
+    hidden: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    idx_mapping: Tensor,
+    num_rejected: Tensor,
+    *,
+    tokens: Tensor | None = None,
+    last_sampled: Tensor | None = None,
+    next_prefill_tokens: Tensor | None = None,
+    num_sampled: Tensor | None = None,
+    advance_positions: bool,
+    draft_position: Literal["bonus", "last_computed"] = "bonus",
+    max_model_len: int,
+    input_ids: Tensor,
+    positions: Tensor,
+    out_seq_lens: Tensor,
+    out_hidden: Tensor,
+    block_table: Tensor | None = None,
+    block_size: int | None = None,
+    slot_mapping: Tensor | None = None,
+    impl: Impl = "auto",
+) -> None:
+    """Inputs of the first draft step with one row a request: the last accepted row of each.
+
+    With constant positions the row is the first draft step itself: position P ("bonus") or P − 1
+    ("last_computed"), keys `0 … P − 1`. A drafter that owns KV runs its step 1 here: position P, P + 1 keys, both
+    clamped to `max_model_len`; its slot is −1 where position P does not exist. Padding rows get id 0, position 0,
+    length 0 and slot −1; their hidden row is left alone.
+
+    Args:
+        hidden: `[T, H]` hidden states of the pass before: the target's, or draft step 0's.
+        query_start_loc: `[R + 1]` rows of that pass.
+        seq_lens: `[R]` lengths after that pass, rejected tokens included.
+        idx_mapping: `[R]` request slots; −1 is padding.
+        num_rejected: `[R]`.
+        tokens: `[R]` tokens to read; None takes the bonus token from the next three.
+        last_sampled: `[S]` last sampled token by slot.
+        next_prefill_tokens: `[S]` next prompt token by slot.
+        num_sampled: `[R]` tokens sampled after that pass; 0 inside a prompt.
+        advance_positions: whether the drafter owns KV.
+        draft_position: rotary position of a drafter with constant positions.
+        max_model_len: positions end below it.
+        input_ids: `[R]` written.
+        positions: `[R]` written.
+        out_seq_lens: `[R]` int32, written.
+        out_hidden: `[R, H]` written.
+        block_table: `[R, M]`; with the next two, slots are written in the same launch.
+        block_size: tokens a block.
+        slot_mapping: `[R]` int64, written.
+        impl: "auto", "triton" or "eager".
+    """
+    device, num_reqs = hidden.device, idx_mapping.shape[0]
+    check_tensor("hidden", hidden, shape=("T", "H"), dtype=FLOATS)
+    check_tensor("out_hidden", out_hidden, shape=(num_reqs, hidden.shape[1]), dtype=hidden.dtype, device=device)
+    check_tensor("out_seq_lens", out_seq_lens, dtype=torch.int32)
+    _check_ints(device, num_reqs + 1, query_start_loc=query_start_loc)
+    _check_ints(device, num_reqs, seq_lens=seq_lens, idx_mapping=idx_mapping, num_rejected=num_rejected)
+    _check_ints(device, num_reqs, tokens=tokens, num_sampled=num_sampled)
+    _check_ints(device, num_reqs, input_ids=input_ids, positions=positions, out_seq_lens=out_seq_lens)
+    _check_ints(device, "S", last_sampled=last_sampled, next_prefill_tokens=next_prefill_tokens)
+    bonus_rule = last_sampled is not None and next_prefill_tokens is not None and num_sampled is not None
+    if tokens is None and not bonus_rule:
+        raise ValueError("tokens: got None, needs it or last_sampled, next_prefill_tokens and num_sampled")
+    if draft_position not in ("bonus", "last_computed"):
+        raise ValueError(f"draft_position: got {draft_position!r}, needs 'bonus' or 'last_computed'")
+    _check_positive(max_model_len=max_model_len)
+    _check_slots(block_table, block_size, slot_mapping, num_reqs, device)
+    triton = use_triton(impl, hidden)
+    if num_reqs:
+        _prepare_decode_inputs(
+            *(hidden, query_start_loc, seq_lens, idx_mapping, num_rejected),
+            *(tokens, last_sampled, next_prefill_tokens, num_sampled),
+            *(input_ids, positions, out_seq_lens, out_hidden, block_table, slot_mapping),
+            *(block_size or 1, max_model_len, -1 if draft_position == "last_computed" and not advance_positions else 0),
+            *(advance_positions, triton),
+        )
+
+
+def update_draft_inputs(
+    tokens: Tensor,
+    hidden: Tensor | None,
+    idx_mapping: Tensor,
+    *,
+    advance_positions: bool,
+    max_model_len: int,
+    input_ids: Tensor,
+    positions: Tensor,
+    seq_lens: Tensor,
+    out_hidden: Tensor | None = None,
+    block_table: Tensor | None = None,
+    block_size: int | None = None,
+    slot_mapping: Tensor | None = None,
+    impl: Impl = "auto",
+) -> None:
+    """Inputs of the next draft step, in place: token and hidden state; positions, lengths and slots if they advance.
+
+    Past the end, positions and lengths stay at their limit and the slot is −1. Padding rows get id 0, position 0,
+    length 0 and slot −1; their hidden row is left alone. (With constant positions, a sampler that writes into
+    `input_ids` and a model that writes into `out_hidden` need no update at all.)
+
+    Args:
+        tokens: `[R]` tokens the step before sampled.
+        hidden: `[R, H]` its hidden states; None leaves `out_hidden` alone.
+        idx_mapping: `[R]` request slots; −1 is padding.
+        advance_positions: whether the drafter owns KV.
+        max_model_len: positions end below it.
+        input_ids: `[R]` written.
+        positions: `[R]` updated.
+        seq_lens: `[R]` int32, updated.
+        out_hidden: `[R, H]` written.
+        block_table: `[R, M]`; with the next two, slots are written in the same launch.
+        block_size: tokens a block.
+        slot_mapping: `[R]` int64, written.
+        impl: "auto", "triton" or "eager".
+    """
+    device, num_reqs = tokens.device, idx_mapping.shape[0]
+    _check_ints(device, num_reqs, tokens=tokens, idx_mapping=idx_mapping)
+    _check_ints(device, num_reqs, input_ids=input_ids, positions=positions, seq_lens=seq_lens)
+    if hidden is not None:
+        check_tensor("hidden", hidden, shape=(num_reqs, "H"), dtype=FLOATS, device=device)
+        if out_hidden is None:
+            raise ValueError("out_hidden: got None, needs a tensor to copy hidden into")
+        check_tensor("out_hidden", out_hidden, shape=tuple(hidden.shape), dtype=hidden.dtype, device=device)
+    _check_positive(max_model_len=max_model_len)
+    _check_slots(block_table, block_size, slot_mapping, num_reqs, device)
+    if slot_mapping is not None and not advance_positions:
+        raise ValueError("slot_mapping: got a tensor, needs None: constant positions write no KV")
+    triton = use_triton(impl, tokens)
+    if num_reqs:
+        _update_draft_inputs(
+            *(tokens, hidden, idx_mapping, input_ids, positions, seq_lens, out_hidden if hidden is not None else None),
+            *(block_table, slot_mapping, block_size or 1, max_model_len, advance_positions, triton),
+        )
+
+
+def compute_slot_mapping(
+    positions: Tensor,
+    query_start_loc: Tensor,
+    block_table: Tensor,
+    block_size: int,
+    *,
+    idx_mapping: Tensor | None = None,
+    num_rejected: Tensor | None = None,
+    max_model_len: int,
+    out: Tensor | None = None,
+    impl: Impl = "auto",
+) -> Tensor:
+    """Cache slot `block_table[r, p // block_size] · block_size + p % block_size` of each row.
+
+    −1, which every cache write skips: padding and rejected rows, positions at or past `max_model_len` (give them
+    unclamped), and blocks that are not reserved (an entry below 0, or a column the table does not have).
+
+    Args:
+        positions: `[T]`.
+        query_start_loc: `[R + 1]`.
+        block_table: `[R, M]` block ids; its last dimension contiguous.
+        block_size: tokens a block; 1 for a token pool.
+        idx_mapping: `[R]` request slots; −1 is padding. None: every request is real.
+        num_rejected: `[R]` rejected drafts at the end of each request's rows.
+        max_model_len: positions end below it.
+        out: `[≥ T]` int64, written, every row.
+        impl: "auto", "triton" or "eager".
+
+    Returns:
+        `[T]` int64, or `out`.
+
+    >>> compute_slot_mapping(torch.tensor([62, 63, 64, 0]), torch.tensor([0, 3]), torch.tensor([[2, 5, 1, 7]]), 16,
+    ...                      max_model_len=64).tolist()
+    [126, 127, -1, -1]
+    """
+    device, num_reqs = positions.device, block_table.shape[0]
+    _check_ints(device, "T", positions=positions)
+    _check_ints(device, num_reqs + 1, query_start_loc=query_start_loc)
+    _check_ints(device, num_reqs, idx_mapping=idx_mapping, num_rejected=num_rejected)
+    check_tensor("block_table", block_table, shape=("R", "M"), dtype=_INTS, device=device)
+    _check_positive(block_size=block_size, max_model_len=max_model_len)
+    if out is None:
+        out = torch.empty(positions.shape[0], dtype=torch.int64, device=device)
+    check_tensor("out", out, shape=("≥T",), dtype=torch.int64, device=device)
+    if out.shape[0] < positions.shape[0]:
+        raise ValueError(f"out: got {out.shape[0]} rows, needs at least {positions.shape[0]}")
+    requests = (idx_mapping, num_rejected)
+    triton = use_triton(impl, positions)
+    _compute_slot_mapping(positions, query_start_loc, block_table, block_size, *requests, max_model_len, out, triton)
+    return out

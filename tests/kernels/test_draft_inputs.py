@@ -1,0 +1,550 @@
+"""Draft inputs against loops over requests, and the field's cases on positions, slots and padding."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from _aot import TARGETS, assert_compiles
+from _variants import variants
+from conftest import INTERPRET
+from tridraft.kernels._draft_inputs_kernels import row_launch, token_launch
+from tridraft.kernels.draft_inputs import (
+    compute_slot_mapping,
+    prepare_decode_inputs,
+    prepare_prefill_inputs,
+    update_draft_inputs,
+)
+
+GARBAGE = 77777
+
+compiled_only = pytest.mark.skipif(INTERPRET, reason="compiled kernels do not exist in the interpreter")
+
+
+@pytest.fixture
+def ints(device):
+    def make(values, dtype=torch.int32):
+        return torch.tensor(values, device=device, dtype=dtype)
+
+    return make
+
+
+def garbage(shape, device, dtype=torch.int64):
+    return torch.full(shape if isinstance(shape, tuple) else (shape,), GARBAGE, device=device, dtype=dtype)
+
+
+def batch(device, lengths, rejected, sampled, idx_mapping, index_dtype=torch.int32) -> dict[str, Any]:
+    """A target pass: ids 100, 101, …; positions from 10 · (r + 1); slots hold sampled 900 + slot, prompt 500 + slot."""
+    starts = [sum(lengths[:r]) for r in range(len(lengths) + 1)]
+    num_tokens = starts[-1]
+    positions = [10 * (r + 1) + i for r, length in enumerate(lengths) for i in range(length)]
+    slots = torch.arange(16, device=device)
+
+    def ints(values):
+        return torch.tensor(values, device=device, dtype=index_dtype)
+
+    return {
+        "target_input_ids": torch.arange(100, 100 + num_tokens, device=device),
+        "target_positions": torch.tensor(positions, device=device, dtype=torch.int64),
+        "query_start_loc": ints(starts),
+        "idx_mapping": ints(idx_mapping),
+        "last_sampled": 900 + slots,
+        "next_prefill_tokens": 500 + slots,
+        "num_sampled": ints(sampled),
+        "num_rejected": ints(rejected),
+    }
+
+
+def prefill_by_loop(inputs, num_rows):
+    """`prepare_prefill_inputs` in Python lists."""
+    lists = {name: tensor.tolist() for name, tensor in inputs.items()}
+    ids, positions, last_rows = [0] * num_rows, [0] * num_rows, []
+    for r, slot in enumerate(lists["idx_mapping"]):
+        begin, end = lists["query_start_loc"][r : r + 2]
+        if slot < 0:
+            last_rows.append(0)
+            continue
+        last = max(end - 1 - lists["num_rejected"][r], begin)
+        bonus = lists["last_sampled" if lists["num_sampled"][r] else "next_prefill_tokens"][slot]
+        accepted = range(begin, min(last + 1, end))
+        for row in accepted:
+            ids[row] = bonus if row == last else lists["target_input_ids"][row + 1]
+            positions[row] = lists["target_positions"][row]
+        last_rows.append(min(last, len(lists["target_input_ids"]) - 1))
+    return ids, positions, last_rows
+
+
+PASSES = {
+    "verify": ([4, 4, 4], [0, 3, 1], [4, 1, 3], [5, 0, 2]),
+    "chunk inside a prompt": ([7, 4], [0, 2], [0, 2], [3, 1]),
+    "decode": ([1, 1, 1], [0, 0, 0], [1, 1, 1], [2, 1, 0]),
+    "padding": ([2, 3, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0], [4, -1, -1, -1]),
+    "stale counts": ([3, 0, 2], [9, 0, 0], [0, 0, 1], [1, 0, -1]),
+    "one long prompt": ([300, 1], [0, 0], [0, 1], [6, 7]),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("case", PASSES)
+@pytest.mark.parametrize("extra_rows", [0, 5])
+def test_prepare_prefill_inputs(case, extra_rows, dtype, impl, device):
+    inputs = batch(device, *PASSES[case], index_dtype=dtype)
+    num_rows = inputs["target_input_ids"].shape[0] + extra_rows
+    ids, positions = garbage(num_rows, device, dtype), garbage(num_rows, device)
+    last = garbage(inputs["idx_mapping"].shape[0], device, dtype)
+    prepare_prefill_inputs(**inputs, input_ids=ids, positions=positions, last_token_indices=last, impl=impl)
+    assert (ids.tolist(), positions.tolist(), last.tolist()) == prefill_by_loop(inputs, num_rows)
+
+
+def test_a_smaller_batch_leaves_nothing_of_a_larger_one(impl, device):
+    """C7: rows of requests that left are padding, not their old tokens."""
+    ids, positions, last = garbage(16, device), garbage(16, device), garbage(4, device)
+    outputs = {"input_ids": ids, "positions": positions, "last_token_indices": last}
+    prepare_prefill_inputs(**batch(device, [4] * 4, [0] * 4, [4] * 4, [0, 1, 2, 3]), **outputs, impl=impl)
+    small = batch(device, [4, 4, 0, 0], [0, 2, 0, 0], [4, 2, 0, 0], [0, 1, -1, -1])
+    prepare_prefill_inputs(**small, **outputs, impl=impl)
+    assert not ids[6:].any()
+    assert not positions[6:].any()
+    assert last.tolist() == [3, 5, 0, 0]
+
+
+@pytest.mark.parametrize("draft_position", ["bonus", "last_computed"])
+@pytest.mark.parametrize("advance", [False, True])
+@pytest.mark.parametrize("given_tokens", [False, True])
+def test_prepare_decode_inputs(advance, draft_position, given_tokens, impl, device, ints):
+    """C13: verify left 50 keys including 3 drafts; 3, 0 and 1 of them rejected, and a row of padding."""
+    rejected, sampled, slots = [3, 0, 1, 0], [1, 0, 3, 0], [2, 5, 0, -1]
+    hidden = torch.randn(12, 2 * 40, device=device)[:, 3:43]
+    out_hidden, before = torch.zeros(4, 64, device=device)[:, :40].fill_(5), torch.full((40,), 5.0, device=device)
+    ids, positions, lengths = garbage(4, device), garbage(4, device), garbage(4, device, torch.int32)
+    tokens = ints([31, 32, 33, GARBAGE], torch.int64)
+    state = torch.arange(8, device=device)
+    prepare_decode_inputs(
+        hidden,
+        ints([0, 4, 8, 12, 12]),
+        ints([50, 50, 50, 0]),
+        ints(slots),
+        ints(rejected),
+        tokens=tokens if given_tokens else None,
+        last_sampled=900 + state,
+        next_prefill_tokens=500 + state,
+        num_sampled=ints(sampled),
+        advance_positions=advance,
+        draft_position=draft_position,
+        max_model_len=1000,
+        input_ids=ids,
+        positions=positions,
+        out_seq_lens=lengths,
+        out_hidden=out_hidden,
+        impl=impl,
+    )
+    valid = [47, 50, 49]
+    shift = -1 if draft_position == "last_computed" and not advance else 0
+    assert ids.tolist() == ([31, 32, 33, 0] if given_tokens else [902, 505, 900, 0])
+    assert positions.tolist() == [length + shift for length in valid] + [0]
+    assert lengths.tolist() == [length + advance for length in valid] + [0]
+    assert torch.equal(out_hidden[:3], hidden[[0, 7, 10]])
+    assert torch.equal(out_hidden[3], before)
+
+
+def test_a_stale_count_stays_in_its_row(impl, device, ints):
+    """C15: count − 1 is never an index; a request whose rows are all rejected, or that has none, reads its first."""
+    hidden = torch.arange(5.0, device=device)[:, None].expand(5, 8).contiguous()
+    out_hidden = torch.zeros(3, 8, device=device)
+    ids, positions, lengths = garbage(3, device), garbage(3, device), garbage(3, device, torch.int32)
+    prepare_decode_inputs(
+        hidden,
+        ints([0, 2, 2, 5]),
+        ints([1, 0, 40]),
+        ints([0, 1, 2]),
+        ints([9, 0, 3]),
+        tokens=ints([1, 2, 3]),
+        advance_positions=False,
+        draft_position="last_computed",
+        max_model_len=64,
+        input_ids=ids,
+        positions=positions,
+        out_seq_lens=lengths,
+        out_hidden=out_hidden,
+        impl=impl,
+    )
+    assert out_hidden[:, 0].tolist() == [0, 2, 2]
+    assert positions.tolist() == [0, 0, 36]
+    assert lengths.tolist() == [0, 0, 37]
+
+
+def test_drafting_past_the_end(impl, device, ints):
+    """C12: block 16, at most 64 positions, last accepted position 62, and the next request's blocks are 999."""
+    table = ints([[2, 5, 1, 7], [999] * 4])[:1]
+    ids, positions, slots = garbage(1, device), garbage(1, device), garbage(1, device)
+    lengths = garbage(1, device, torch.int32)
+    hidden, out_hidden = torch.randn(2, 16, device=device), torch.empty(1, 16, device=device)
+    step = {"advance_positions": True, "max_model_len": 64, "input_ids": ids, "positions": positions, "impl": impl}
+    slot = {"block_table": table, "block_size": 16, "slot_mapping": slots}
+    prepare_decode_inputs(
+        hidden,
+        ints([0, 2]),
+        ints([64]),
+        ints([0]),
+        ints([1]),
+        tokens=ints([8]),
+        out_seq_lens=lengths,
+        out_hidden=out_hidden,
+        **step,
+        **slot,
+    )
+    assert (positions.item(), lengths.item(), slots.item()) == (63, 64, 127)
+    assert torch.equal(out_hidden, hidden[:1])
+    for token in (9, 10):
+        update_draft_inputs(
+            ints([token]), hidden[:1], ints([0]), seq_lens=lengths, out_hidden=out_hidden, **step, **slot
+        )
+        assert (ids.item(), positions.item(), lengths.item(), slots.item()) == (token, 63, 64, -1)
+
+
+def test_a_sequence_that_is_full_writes_no_slot(impl, device, ints):
+    """C12: with 64 accepted keys of 64, step 1 stays at position 63 and must not overwrite its key."""
+    ids, positions, slots = garbage(1, device), garbage(1, device), garbage(1, device)
+    lengths = garbage(1, device, torch.int32)
+    prepare_decode_inputs(
+        torch.zeros(1, 8, device=device),
+        ints([0, 1]),
+        ints([64]),
+        ints([0]),
+        ints([0]),
+        tokens=ints([8]),
+        advance_positions=True,
+        max_model_len=64,
+        input_ids=ids,
+        positions=positions,
+        out_seq_lens=lengths,
+        out_hidden=torch.empty(1, 8, device=device),
+        block_table=ints([[2, 5, 1, 7]]),
+        block_size=16,
+        slot_mapping=slots,
+        impl=impl,
+    )
+    assert (positions.item(), lengths.item(), slots.item()) == (63, 64, -1)
+
+
+@pytest.mark.parametrize("advance", [False, True])
+def test_update_draft_inputs(advance, impl, device, ints):
+    """C14: constant positions change token and hidden state only; advancing ones move, and padding stays inert."""
+    hidden = torch.randn(3, 90, device=device)[:, 10:]
+    out_hidden = torch.full((3, 80), 5.0, device=device)
+    ids, positions = garbage(3, device), ints([20, 33, GARBAGE], torch.int64)
+    lengths, slots = ints([20, 33, GARBAGE]), garbage(3, device)
+    table = ints([[4, 3, 9], [6, 8, -1], [GARBAGE] * 3])
+    slot = {"block_table": table, "block_size": 16, "slot_mapping": slots} if advance else {}
+    update_draft_inputs(
+        ints([1, 2, GARBAGE], torch.int64),
+        hidden,
+        ints([5, 3, -1]),
+        advance_positions=advance,
+        max_model_len=48,
+        input_ids=ids,
+        positions=positions,
+        seq_lens=lengths,
+        out_hidden=out_hidden,
+        impl=impl,
+        **slot,
+    )
+    assert ids.tolist() == [1, 2, 0]
+    assert positions.tolist() == [20 + advance, 33 + advance, 0]
+    assert lengths.tolist() == [20 + advance, 33 + advance, 0]
+    assert torch.equal(out_hidden[:2], hidden[:2])
+    assert out_hidden[2].tolist() == [5.0] * 80
+    assert slots.tolist() == ([3 * 16 + 5, -1, -1] if advance else [GARBAGE] * 3)
+
+
+def test_update_without_a_hidden_state(impl, device, ints):
+    ids, positions, lengths = garbage(2, device), ints([4, 5], torch.int64), ints([5, 6])
+    update_draft_inputs(
+        ints([7, 8]),
+        None,
+        ints([0, 1]),
+        advance_positions=True,
+        max_model_len=48,
+        input_ids=ids,
+        positions=positions,
+        seq_lens=lengths,
+        impl=impl,
+    )
+    assert (ids.tolist(), positions.tolist(), lengths.tolist()) == ([7, 8], [5, 6], [6, 7])
+
+
+def slots_by_loop(positions, starts, table, block_size, slots, rejected, max_model_len):
+    """`compute_slot_mapping` in Python lists."""
+    out = [-1] * len(positions)
+    for r, row in enumerate(table):
+        if slots[r] < 0:
+            continue
+        for t in range(starts[r], starts[r + 1] - rejected[r]):
+            column = positions[t] // block_size
+            if 0 <= positions[t] < max_model_len and column < len(row) and row[column] >= 0:
+                out[t] = row[column] * block_size + positions[t] % block_size
+    return out
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 24])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_compute_slot_mapping(block_size, dtype, impl, device, ints):
+    starts, slots, rejected = [0, 3, 7, 9, 9, 9], [2, 0, -1, 1, -1], [1, 0, 0, 0, 0]
+    positions = [0, 1, 2, 14, 15, 16, 17, 5, 6, GARBAGE, -1]
+    wide = [[(7 * r + 3 * c) % 50 - (c == 2) * 60 for c in range(24)] for r in range(5)]
+    table = ints(wide, dtype)[:, 2:22]
+    out = compute_slot_mapping(
+        ints(positions, torch.int64),
+        ints(starts, dtype),
+        table,
+        block_size,
+        idx_mapping=ints(slots, dtype),
+        num_rejected=ints(rejected, dtype),
+        max_model_len=17,
+        impl=impl,
+    )
+    assert out.tolist() == slots_by_loop(positions, starts, table.tolist(), block_size, slots, rejected, 17)
+
+
+def test_compute_slot_mapping_fills_a_longer_out(impl, device, ints):
+    out = garbage(600, device)
+    positions = torch.arange(300, device=device)
+    result = compute_slot_mapping(
+        positions, ints([0, 300]), ints([[5, 6, 7]]), 128, max_model_len=290, out=out, impl=impl
+    )
+    assert result is out
+    expected = [640 + p if p < 290 else -1 for p in range(300)]
+    assert out.tolist() == expected + [-1] * 300
+
+
+def test_slots_beyond_two_to_the_31(impl, device, ints):
+    """C22: a slot is int64 from the block id on."""
+    table = ints([[2**27]])
+    slots = compute_slot_mapping(ints([3]), ints([0, 1]), table, 64, max_model_len=64, impl=impl)
+    assert slots.tolist() == [2**33 + 3]
+    ids, positions, lengths, slots = garbage(1, device), ints([2]), ints([3]), garbage(1, device)
+    update_draft_inputs(
+        ints([1]),
+        None,
+        ints([0]),
+        advance_positions=True,
+        max_model_len=64,
+        input_ids=ids,
+        positions=positions,
+        seq_lens=lengths,
+        block_table=table,
+        block_size=64,
+        slot_mapping=slots,
+        impl=impl,
+    )
+    assert slots.tolist() == [2**33 + 3]
+
+
+def test_empty_batches(impl, device, ints):
+    none = ints([])
+    ids, positions = garbage(3, device), garbage(3, device)
+    prepare_prefill_inputs(
+        ints([1, 2]),
+        ints([0, 1]),
+        ints([0]),
+        none,
+        ints([5]),
+        ints([6]),
+        none,
+        none,
+        input_ids=ids,
+        positions=positions,
+        last_token_indices=none,
+        impl=impl,
+    )
+    assert (ids.tolist(), positions.tolist()) == ([0, 0, 0], [0, 0, 0])
+    table = torch.empty(0, 4, dtype=torch.int32, device=device)
+    assert compute_slot_mapping(ints([1, 2]), ints([0]), table, 16, max_model_len=64, impl=impl).tolist() == [-1, -1]
+
+
+def test_refusals_name_the_argument(device, ints):
+    hidden, out_hidden, one = torch.zeros(2, 8, device=device), torch.zeros(1, 8, device=device), ints([0])
+    decode: dict[str, Any] = {
+        "advance_positions": True,
+        "max_model_len": 8,
+        "input_ids": one,
+        "positions": one,
+        "out_seq_lens": one,
+        "out_hidden": out_hidden,
+    }
+    arguments = (hidden, ints([0, 1]), one, one, one)
+    with pytest.raises(ValueError, match="tokens: got None"):
+        prepare_decode_inputs(*arguments, **decode)
+    with pytest.raises(ValueError, match="draft_position: got 'last'"):
+        prepare_decode_inputs(*arguments, tokens=one, draft_position="last", **decode)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="out_hidden: got float16"):
+        prepare_decode_inputs(*arguments, tokens=one, **{**decode, "out_hidden": out_hidden.half()})
+    with pytest.raises(ValueError, match="block_table, block_size, slot_mapping"):
+        prepare_decode_inputs(*arguments, tokens=one, block_size=16, **decode)
+    with pytest.raises(ValueError, match=r"query_start_loc: got shape \[1\], needs \[2\]"):
+        compute_slot_mapping(one, one, ints([[1]]), 16, max_model_len=8)
+    with pytest.raises(ValueError, match="block_size: got 0"):
+        compute_slot_mapping(one, ints([0, 1]), ints([[1]]), 0, max_model_len=8)
+    with pytest.raises(TypeError, match="positions: got float32"):
+        compute_slot_mapping(hidden[0], ints([0, 1]), ints([[1]]), 16, max_model_len=8)
+    with pytest.raises(ValueError, match="slot_mapping: got a tensor, needs None"):
+        update_draft_inputs(
+            one,
+            None,
+            one,
+            advance_positions=False,
+            max_model_len=8,
+            input_ids=one,
+            positions=one,
+            seq_lens=one,
+            block_table=ints([[1]]),
+            block_size=16,
+            slot_mapping=one.long(),
+        )
+    inputs = batch(device, [2], [0], [1], [0])
+    with pytest.raises(ValueError, match="input_ids: got 1 rows, needs at least 2"):
+        prepare_prefill_inputs(**inputs, input_ids=one, positions=one, last_token_indices=one)
+
+
+def every_operation(device, hidden_size=32, dtype=torch.float32, num_reqs=3):
+    """One call of each operation in each of its forms, on its own buffers, which it returns."""
+    inputs = batch(device, [4] * num_reqs, [1] * num_reqs, [3] * num_reqs, list(range(num_reqs)))
+    num_tokens = 4 * num_reqs
+    hidden = torch.zeros(num_tokens, hidden_size, device=device, dtype=dtype)
+    table = torch.zeros(num_reqs, 8, device=device, dtype=torch.int32)
+    ids, positions, slots = (torch.zeros(num_reqs, device=device, dtype=torch.int64) for _ in range(3))
+    lengths = torch.full((num_reqs,), 40, device=device, dtype=torch.int32)
+    out_hidden = torch.zeros(num_reqs, hidden_size, device=device, dtype=dtype)
+    token_ids, token_positions, last = (
+        torch.zeros(n, device=device).long() for n in (num_tokens, num_tokens, num_reqs)
+    )
+    requests = (inputs["query_start_loc"], lengths.clone(), inputs["idx_mapping"], inputs["num_rejected"])
+    state = {name: inputs[name] for name in ("last_sampled", "next_prefill_tokens", "num_sampled")}
+    slot = {"block_table": table, "block_size": 16, "slot_mapping": slots}
+    step = {"max_model_len": 64, "input_ids": ids, "positions": positions}
+
+    def call():
+        prepare_prefill_inputs(**inputs, input_ids=token_ids, positions=token_positions, last_token_indices=last)
+        compute_slot_mapping(token_positions, requests[0], table, 16, max_model_len=64)
+        compute_slot_mapping(
+            token_positions, requests[0], table, 16, idx_mapping=requests[2], num_rejected=requests[3], max_model_len=64
+        )
+        decode = {"out_seq_lens": lengths, "out_hidden": out_hidden, **step}
+        prepare_decode_inputs(hidden, *requests, **state, advance_positions=False, **decode)
+        prepare_decode_inputs(hidden, *requests, tokens=last, advance_positions=True, **decode, **slot)
+        update = {"seq_lens": lengths, "out_hidden": out_hidden, **step}
+        update_draft_inputs(last, hidden[:num_reqs], requests[2], advance_positions=True, **update, **slot)
+        update_draft_inputs(last, hidden[:num_reqs], requests[2], advance_positions=False, **update)
+        update_draft_inputs(last, None, requests[2], advance_positions=True, seq_lens=lengths, **step)
+
+    buffers = [token_ids, token_positions, last, ids, positions, lengths, slots, out_hidden]
+    return call, inputs, hidden, buffers
+
+
+@pytest.mark.parametrize("hidden_size", [16, 40])
+def test_opcheck(hidden_size, device, monkeypatch):
+    monkeypatch.undo()  # Dynamo would remember the poisoned torch.empty
+    ops, triton = torch.ops.tridraft, device.type == "cuda"
+    inputs = batch(device, [4, 2], [1, 0], [3, 0], [0, 3])
+    last, positions = torch.zeros(2, device=device).long(), torch.zeros(6, device=device).long()
+    torch.library.opcheck(
+        ops.prepare_prefill_inputs.default, (*inputs.values(), positions.clone(), positions.clone(), last, triton)
+    )
+    hidden = torch.randn(6, 50, device=device)[:, :hidden_size]
+    lengths, out_hidden = torch.zeros(2, device=device).int(), torch.zeros(2, hidden_size, device=device)
+    table, slots = torch.ones(2, 4, device=device).int(), torch.zeros(2, device=device).long()
+    requests = (inputs["query_start_loc"], lengths.clone(), inputs["idx_mapping"], inputs["num_rejected"])
+    state = (inputs["last_sampled"], inputs["next_prefill_tokens"], inputs["num_sampled"])
+    outputs = (last.clone(), last.clone(), lengths, out_hidden)
+    for slot in ((table, slots), (None, None)):
+        args = (hidden, *requests, None, *state, *outputs, *slot, 16, 64, 0, True, triton)
+        torch.library.opcheck(ops.prepare_decode_inputs.default, args)
+        args = (last, hidden[:2], requests[2], *outputs, *slot, 16, 64, True, triton)
+        torch.library.opcheck(ops.update_draft_inputs.default, args)
+    args = (positions, requests[0], table, 16, requests[2], requests[3], 64, positions.clone(), triton)
+    torch.library.opcheck(ops.compute_slot_mapping.default, args)
+
+
+def test_compiles_into_a_full_graph(device, monkeypatch):
+    monkeypatch.undo()  # Dynamo cannot trace a poisoned torch.empty
+    call, _, _, expected = every_operation(device)
+    call()
+    call, _, _, buffers = every_operation(device)
+    torch.compile(call, fullgraph=True, backend="aot_eager")()
+    assert all(torch.equal(got, want) for got, want in zip(buffers, expected, strict=True))
+
+
+def test_launches():
+    for num_requests in (0, 1, 8, 256):
+        for num_rows in (0, 1, 300, 8192):
+            launch = token_launch(num_requests, num_rows)
+            assert launch.block == 256  # the batch must not reach a constexpr
+            assert 1 <= launch.splits * max(num_requests, 1) <= max(128, num_requests)
+    assert token_launch(64, 64 * 4).splits == 1
+    for hidden_size in (1, 256, 1536, 5376):
+        launch = row_launch(hidden_size)
+        assert launch.block // (32 * launch.num_warps) <= 8
+        assert launch.num_warps <= 4
+
+
+@compiled_only
+def test_the_batch_reaches_no_variant():
+    alone = variants(every_operation(torch.device("cpu"), num_reqs=1)[0])
+    for num_reqs in (2, 16, 33, 64):
+        assert variants(every_operation(torch.device("cpu"), num_reqs=num_reqs)[0]) == alone
+
+
+@compiled_only
+@pytest.mark.parametrize("target", TARGETS)
+def test_compiles_ahead_of_time(target):
+    assert_compiles(every_operation(torch.device("cpu"), 256, torch.bfloat16)[0], target)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_reqs", [1, 256])
+def test_replays_on_changed_inputs(num_reqs, device):
+    call, inputs, hidden, buffers = every_operation(device, 1536, torch.bfloat16, num_reqs)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.graph(graph):
+            call()
+        hidden.normal_()
+        inputs["num_rejected"].copy_(torch.arange(num_reqs, device=device) % 4)
+        inputs["last_sampled"] += 3
+        for buffer in buffers:
+            buffer.fill_(17)
+        graph.replay()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    replayed = [buffer.clone() for buffer in buffers]
+    for buffer in buffers:
+        buffer.fill_(17)
+    call()
+    assert all(torch.equal(got, want) for got, want in zip(replayed, buffers, strict=True))
+    assert buffers[-1].any()
+
+
+@pytest.mark.gpu
+def test_hidden_rows_beyond_two_to_the_31st_element(device, ints):
+    """C22: the row index is widened before it meets the stride."""
+    hidden = torch.zeros(2**21 + 8, 1024, device=device, dtype=torch.bfloat16)
+    hidden[-3] = 1
+    out_hidden = torch.zeros(1, 1024, device=device, dtype=torch.bfloat16)
+    begin, end = hidden.shape[0] - 4, hidden.shape[0]
+    one = garbage(1, device)
+    prepare_decode_inputs(
+        hidden,
+        ints([begin, end]),
+        ints([50]),
+        ints([0]),
+        ints([2]),
+        tokens=ints([1]),
+        advance_positions=False,
+        max_model_len=64,
+        input_ids=one,
+        positions=one.clone(),
+        out_seq_lens=one.int(),
+        out_hidden=out_hidden,
+    )
+    assert out_hidden.eq(1).all()

@@ -13,8 +13,6 @@ from tridraft.kernels._pdl import pdl_wait
 LOG2E = tl.constexpr(1.4426950408889634)
 NOT_YET = tl.constexpr(-1e30)
 """Running maximum before the first visible key: finite, so that a row without keys never subtracts two infinities."""
-BLOCK_R = tl.constexpr(128)
-"""Requests a program looks at together to find its own."""
 
 
 @triton.jit
@@ -28,7 +26,7 @@ def _upcast(x, dtype: tl.constexpr):
 
 @triton.jit
 def _attend(
-    acc,  # [BLOCK_M, BLOCK_D] f32
+    acc,  # [BLOCK_M, BLOCK_V] f32
     peak,  # [BLOCK_M] f32, base-2 logarithm
     total,  # [BLOCK_M] f32
     q,  # [BLOCK_M, BLOCK_D]
@@ -38,6 +36,7 @@ def _attend(
     table_ptr,  # [M] int32, of one request
     k_ptr,  # [num_blocks, BLOCK_SIZE, D], of one head
     v_ptr,
+    offs_v,  # [BLOCK_V] columns of the values
     stride_kb,
     stride_ks,
     stride_vb,
@@ -52,35 +51,47 @@ def _attend(
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Online softmax over keys begin … end − 1, all of them visible to every row unless MASKED."""
+    """Online softmax over keys begin … end − 1, all of them visible to every row unless MASKED.
+
+    `end` is a whole number of tiles after `begin`, or past what any row sees.
+    """
     offs_d = tl.arange(0, BLOCK_D)[None, :]
+    offs_v = offs_v[None, :]
     # Every float8_e4m3fn is a float16, and float16 holds the weights better than bfloat16 does.
     FP8: tl.constexpr = v_ptr.dtype.element_ty.primitive_bitwidth == 8
     v_dtype: tl.constexpr = tl.float16 if FP8 and q.dtype != tl.float32 else q.dtype
     offs_n = tl.arange(0, BLOCK_N)
     next_block = tl.load(table_ptr + (begin + offs_n) // BLOCK_SIZE, mask=begin + offs_n < end, other=0)
+    # Whole blocks a tile leave the slots as they are, which is worth the registers where the sums leave some.
+    HOISTED: tl.constexpr = BLOCK_N % BLOCK_SIZE == 0 and acc.shape[0] * acc.shape[1] <= 16 * 512 and not FP8
+    slot = ((begin + offs_n) % BLOCK_SIZE).to(tl.int64)
     for first in range(begin, end, BLOCK_N):
         # The blocks of the next tile are read a tile ahead: loads that wait for loads are not pipelined as deeply.
         keys = first + offs_n
         block = next_block.to(tl.int64)
         next_block = tl.load(table_ptr + (keys + BLOCK_N) // BLOCK_SIZE, mask=keys + BLOCK_N < end, other=0)
         tl.device_assert((block >= 0) & (block < num_blocks), "block_table: no such block")
-        mask = (keys < end)[:, None] & (offs_d < HEAD_DIM) if MASKED else offs_d < HEAD_DIM
-        slot = (keys % BLOCK_SIZE).to(tl.int64)
+        if not HOISTED:
+            slot = (keys % BLOCK_SIZE).to(tl.int64)
         k_offsets = (block * stride_kb + slot * stride_ks)[:, None] + offs_d
-        v_offsets = (block * stride_vb + slot * stride_vs)[:, None] + offs_d
-        if MASKED or HEAD_DIM != BLOCK_D:
-            k = tl.load(k_ptr + k_offsets, mask=mask, other=0.0)
-            v = tl.load(v_ptr + v_offsets, mask=mask, other=0.0)
+        v_offsets = (block * stride_vb + slot * stride_vs)[:, None] + offs_v
+        # A key past the end is one of block 0, which exists, and its score is masked; a value's NaN would survive that.
+        if HEAD_DIM != BLOCK_D:
+            k = tl.load(k_ptr + k_offsets, mask=offs_d < HEAD_DIM, other=0.0)
         else:
             k = tl.load(k_ptr + k_offsets)
+        if MASKED:
+            v = tl.load(v_ptr + v_offsets, mask=(keys < end)[:, None] & (offs_v < HEAD_DIM), other=0.0)
+        elif HEAD_DIM != BLOCK_D:
+            v = tl.load(v_ptr + v_offsets, mask=offs_v < HEAD_DIM, other=0.0)
+        else:
             v = tl.load(v_ptr + v_offsets)
         scores = tl.dot(q, tl.trans(_upcast(k, q.dtype)), input_precision="ieee") * scale
         if softcap is not None:
             # tanh(x) = 1 − 2 / (1 + exp(2x)), with the scale of x in `scale` already.
             scores = (softcap * LOG2E) * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * LOG2E))))
         if MASKED:
-            visible = (keys <= positions[:, None]) & (keys < end)
+            visible = keys <= positions[:, None]
             if window is not None:
                 visible &= keys > positions[:, None] - window
             scores = tl.where(visible, scores, float("-inf"))
@@ -101,6 +112,21 @@ def _score_scale(scale, k_scale_ptr, head, softcap, K_SCALES: tl.constexpr):
     if softcap is not None:
         return scale / softcap
     return scale * LOG2E
+
+
+@triton.jit
+def _output_rows(query_start_loc_ptr, request, first_query, head, offs_m, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr):
+    """Token, query head and mask of a program's rows, from loads of its own: used on, the first ones would fill
+    registers all through the loop over the keys.
+    """
+    row_begin = tl.load(query_start_loc_ptr + request, volatile=True)
+    query_end = tl.load(query_start_loc_ptr + request + 1, volatile=True)
+    row = row_begin + first_query + offs_m // GROUP
+    return (
+        row.to(tl.int64),
+        (head * GROUP + offs_m % GROUP).to(tl.int64),
+        (offs_m < BLOCK_Q * GROUP) & (row < query_end),
+    )
 
 
 @triton.jit
@@ -132,6 +158,7 @@ def _schedule(
     budget,
     window,
     BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     SPLIT_ONLY: tl.constexpr,
 ):
     """Find part `index` of all requests' parts; with SPLIT_ONLY, request `index` of those in more than one part.
@@ -206,27 +233,34 @@ def split_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One part of one request's visible keys for BLOCK_Q of its queries and one key-value head.
+    """One part of one request's visible keys for BLOCK_Q of its queries, one key-value head and BLOCK_V columns.
 
     The grid is fixed; how many parts each request gets follows from the lengths on the device, so that all programs
     read about the same number of keys at whatever length. A request in one part is finished here.
     """
     pdl_wait(PDL)
-    lane = tl.program_id(0)
+    COLUMNS: tl.constexpr = (HEAD_DIM + BLOCK_V - 1) // BLOCK_V
+    lane = tl.program_id(0) // COLUMNS
     head = lane % num_kv_heads
     part = tl.program_id(1)
-    request, parts_before, slot, all_tiles = _schedule(
-        part, query_start_loc_ptr, seq_lens_ptr, num_requests, max_queries, budget, window, BLOCK_N, False
-    )
+    # Sums over one warp's lanes need no barriers. Those over several warps end in a read that the compiler can tell is
+    # the same for all threads, without which every asynchronous product sets its operands up one register at a time.
+    BLOCK_R: tl.constexpr = 32 if BLOCK_M < 64 else 128
+    request, parts_before, slot, all_tiles = part, part, 0, 0x7FFFFFFF
+    if budget > 1:
+        request, parts_before, slot, all_tiles = _schedule(
+            part, query_start_loc_ptr, seq_lens_ptr, num_requests, max_queries, budget, window, BLOCK_N, BLOCK_R, False
+        )
     if request >= num_requests:
         return
     row_begin = tl.load(query_start_loc_ptr + request)
     query_len = tl.load(query_start_loc_ptr + request + 1) - row_begin
     seq_len = tl.load(seq_lens_ptr + request)
     first_query = lane // num_kv_heads * BLOCK_Q
-    if first_query >= query_len:
+    if (first_query >= query_len) | (query_len > max_queries):
         return
     key_begin = 0
     if window is not None:
@@ -247,10 +281,12 @@ def split_kernel(
     mask = mask_m[:, None] & (offs_d < HEAD_DIM)
     q = tl.load(q_ptr + (row * stride_qt + q_head * stride_qh)[:, None] + offs_d, mask=mask, other=0.0)
 
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    offs_v = tl.program_id(0) % COLUMNS * BLOCK_V + tl.arange(0, BLOCK_V)
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     peak = tl.full([BLOCK_M], NOT_YET, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     head_offset = head.to(tl.int64)
+    scale = _score_scale(scale, k_scale_ptr, head, softcap, K_SCALES)
     acc, peak, total = _attend(
         acc,
         peak,
@@ -262,12 +298,13 @@ def split_kernel(
         table_ptr + request.to(tl.int64) * stride_tr,
         k_ptr + head_offset * stride_kh,
         v_ptr + head_offset * stride_vh,
+        offs_v,
         stride_kb,
         stride_ks,
         stride_vb,
         stride_vs,
         num_blocks,
-        _score_scale(scale, k_scale_ptr, head, softcap, K_SCALES),
+        scale,
         softcap,
         window,
         HEAD_DIM,
@@ -276,16 +313,18 @@ def split_kernel(
         BLOCK_N,
         True,
     )
+    row, q_head, mask_m = _output_rows(query_start_loc_ptr, request, first_query, head, offs_m, GROUP, BLOCK_Q)
+    mask = mask_m[:, None] & (offs_v < HEAD_DIM)
     norm = 1.0 / tl.where(total > 0, total, 1.0)
     if v_scale_ptr is not None:
         norm *= tl.load(v_scale_ptr + head % V_SCALES)
     acc *= norm[:, None]
     if splits == 1:
-        out = out_ptr + (row * stride_ot + q_head * stride_oh)[:, None] + offs_d
+        out = out_ptr + (row * stride_ot + q_head * stride_oh)[:, None] + offs_v
         tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=mask)
     else:
-        rows = ((slot + part) * tl.num_programs(0) + lane) * (BLOCK_Q * GROUP) + offs_m
-        tl.store(partial_ptr + rows[:, None] * HEAD_DIM + offs_d, acc, mask=mask)
+        rows = ((slot + part) * (tl.num_programs(0) // COLUMNS) + lane) * (BLOCK_Q * GROUP) + offs_m
+        tl.store(partial_ptr + rows[:, None] * HEAD_DIM + offs_v, acc, mask=mask)
         tl.store(lse_ptr + rows, peak + tl.log2(total), mask=mask_m)
 
 
@@ -327,7 +366,7 @@ def combine_kernel(
     request = 0
     while request < num_requests:
         request, _, slot, all_tiles = _schedule(
-            index, query_start_loc_ptr, seq_lens_ptr, num_requests, max_queries, budget, window, BLOCK_N, True
+            index, query_start_loc_ptr, seq_lens_ptr, num_requests, max_queries, budget, window, BLOCK_N, 32, True
         )
         pdl_wait(PDL)
         out_row = tl.load(query_start_loc_ptr + request, mask=request < num_requests, other=0)
@@ -393,16 +432,19 @@ def prefill_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):
-    """BLOCK_Q queries of one request and one key-value head, over all their visible keys.
+    """BLOCK_Q queries of one request, one key-value head and BLOCK_V columns, over all their visible keys.
 
     Query blocks of request `r` have the numbers from `query_start_loc[r] // BLOCK_Q + r` on, which never overlap, so
     the grid follows from the sizes of the batch alone; numbers left over end at once. Last blocks start first: they
     have the most keys.
     """
-    head = tl.program_id(0)
+    COLUMNS: tl.constexpr = (HEAD_DIM + BLOCK_V - 1) // BLOCK_V
+    head = tl.program_id(0) // COLUMNS
     block = tl.num_programs(1) - 1 - tl.program_id(1)
     request = -1
+    BLOCK_R: tl.constexpr = 128
     for base in range(0, num_requests, BLOCK_R):
         requests = base + tl.arange(0, BLOCK_R)
         starts = tl.load(query_start_loc_ptr + requests, mask=requests < num_requests, other=0)
@@ -427,7 +469,8 @@ def prefill_kernel(
     mask = mask_m[:, None] & (offs_d < HEAD_DIM)
     q = tl.load(q_ptr + (row * stride_qt + q_head * stride_qh)[:, None] + offs_d, mask=mask, other=0.0)
 
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    offs_v = tl.program_id(0) % COLUMNS * BLOCK_V + tl.arange(0, BLOCK_V)
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     peak = tl.full([BLOCK_M], NOT_YET, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     table_ptr += request.to(tl.int64) * stride_tr
@@ -443,24 +486,26 @@ def prefill_kernel(
         edge = tl.maximum(last_position - window + 1 - begin, 0)
         inner = begin + (edge + BLOCK_N - 1) // BLOCK_N * BLOCK_N
         acc, peak, total = _attend(
-            acc, peak, total, q, positions, begin, tl.minimum(inner, end), table_ptr, k_ptr, v_ptr,
+            acc, peak, total, q, positions, begin, tl.minimum(inner, end), table_ptr, k_ptr, v_ptr, offs_v,
             stride_kb, stride_ks, stride_vb, stride_vs, num_blocks, scale, softcap, window,
             HEAD_DIM, BLOCK_SIZE, BLOCK_D, BLOCK_N, True,
         )  # fmt: skip
         begin = inner
     diagonal = begin + tl.maximum(first_position + 1 - begin, 0) // BLOCK_N * BLOCK_N
     acc, peak, total = _attend(
-        acc, peak, total, q, positions, begin, diagonal, table_ptr, k_ptr, v_ptr,
+        acc, peak, total, q, positions, begin, diagonal, table_ptr, k_ptr, v_ptr, offs_v,
         stride_kb, stride_ks, stride_vb, stride_vs, num_blocks, scale, softcap, window,
         HEAD_DIM, BLOCK_SIZE, BLOCK_D, BLOCK_N, False,
     )  # fmt: skip
     acc, peak, total = _attend(
-        acc, peak, total, q, positions, diagonal, end, table_ptr, k_ptr, v_ptr,
+        acc, peak, total, q, positions, diagonal, end, table_ptr, k_ptr, v_ptr, offs_v,
         stride_kb, stride_ks, stride_vb, stride_vs, num_blocks, scale, softcap, window,
         HEAD_DIM, BLOCK_SIZE, BLOCK_D, BLOCK_N, True,
     )  # fmt: skip
+    row, q_head, mask_m = _output_rows(query_start_loc_ptr, request, first_query, head, offs_m, GROUP, BLOCK_Q)
+    mask = mask_m[:, None] & (offs_v < HEAD_DIM)
     norm = 1.0 / tl.where(total > 0, total, 1.0)
     if v_scale_ptr is not None:
         norm *= tl.load(v_scale_ptr + head % V_SCALES)
-    out = out_ptr + (row * stride_ot + q_head * stride_oh)[:, None] + offs_d
+    out = out_ptr + (row * stride_ot + q_head * stride_oh)[:, None] + offs_v
     tl.store(out, (acc * norm[:, None]).to(out_ptr.dtype.element_ty), mask=mask)

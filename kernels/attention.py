@@ -32,6 +32,8 @@ from tridraft.kernels._pdl import pdl_options
 
 FP8 = torch.float8_e4m3fn
 
+MAX_HEAD_DIM = 512
+
 SPLIT_QUERIES = 16
 """Requests with at most this many queries have their keys split over programs; others are prefill.
 
@@ -39,11 +41,8 @@ Up to here a key-value head's queries are one or two tiles of rows, so reading t
 """
 
 
-COMBINE_COLUMNS = 512 if INTERPRET else 64
-COMBINE_PARTS = 64
-COMBINE_REQUESTS = 16
-COMBINE_WARPS = 4
-"""Settings of the combine kernel: few columns a program, so that many programs share one request's many parts."""
+COMBINE_REQUESTS = 32
+"""Requests that programs of the combine kernel take at the same time; each one more in turn costs 1.8 µs."""
 
 
 def paged_attention_reference(
@@ -99,7 +98,8 @@ class AttentionConfig:
         block_n: keys a step.
         num_warps: warps a program.
         num_stages: depth of the pipeline that loads keys and values.
-        programs_per_sm: programs that the split kernel wants for each multiprocessor.
+        programs_per_sm: programs that the split kernel wants for each multiprocessor; 0 splits no request.
+        block_v: columns of the output a program computes, of which `head_dim` may be less.
     """
 
     block_m: int
@@ -107,38 +107,66 @@ class AttentionConfig:
     num_warps: int
     num_stages: int
     programs_per_sm: int = 1
+    block_v: int = MAX_HEAD_DIM
 
 
 def shared_memory(config: AttentionConfig, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype, arch: Arch) -> int:
     """Bytes of shared memory a program takes at most: its queries, its tiles of keys and values, its weights."""
     width = _width(head_dim)
     queries = config.block_m * width * dtype.itemsize
-    tile = config.block_n * width * kv_dtype.itemsize
+    pair = config.block_n * (width + min(config.block_v, width)) * kv_dtype.itemsize
     # Asynchronous products read tiles in place, so one more pair is in use. Without a pipeline K and V share a tile.
     asynchronous = _has_wgmma(arch) and config.block_m >= 64
-    tiles = 2 * config.num_stages if asynchronous else max(2 * (config.num_stages - 1), 1)
-    # Tensor cores get the weights through shared memory.
-    weights = 0 if dtype == torch.float32 else 2 * config.block_m * config.block_n
-    return queries + tiles * tile + weights
+    if asynchronous:
+        tiles = config.num_stages * pair
+    else:
+        tiles = (config.num_stages - 1) * pair or config.block_n * width * kv_dtype.itemsize
+    # Tensor cores get the weights through shared memory, unless each warp's rows are its own.
+    in_registers = dtype == torch.float32 or (asynchronous and config.block_m >= 16 * config.num_warps)
+    weights = 0 if in_registers else 2 * config.block_m * config.block_n
+    return queries + tiles + weights
 
 
 def split_config(
-    head_dim: int, group: int, queries: int, dtype: torch.dtype, kv_dtype: torch.dtype, arch: Arch
+    head_dim: int,
+    group: int,
+    queries: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    arch: Arch,
+    programs: int = 1,
+    windowed: bool = False,
 ) -> AttentionConfig:
-    """Settings of the split kernel for `queries` queries a request and `group` query heads a key-value head."""
+    """Settings of the split kernel for `queries` queries a request and `group` query heads a key-value head.
+
+    `programs` is the number of requests times key-value heads: how far unsplit requests would fill the GPU.
+    """
     width = _width(head_dim)
     smallest = max(16, next_power_of_2(group))
     rungs = []
     if dtype != torch.float32:
         rows = max(queries * group, smallest)
-        if rows <= 16:
-            # Memory bound: what counts is keys in flight, so the deepest pipeline that fits. More keys than rows a
-            # step, or Triton gives all warps the same rows.
-            warps, programs = (8, 1) if width > 256 else (4, 2)
-            rungs += [AttentionConfig(16, 32, warps, stages, programs) for stages in (4, 3)]
+        # Windows are short and of one length: once they fill the GPU, splitting them costs more than it evens out.
+        if windowed and rows <= 16 and 4 * programs >= 3 * arch.num_sms:
+            # One program a multiprocessor needs the larger tile in flight; several need it less than the room.
+            rungs.append(AttentionConfig(16, 64 if programs <= arch.num_sms else 32, 4, 3, 0))
+        if rows <= 16 and width > 256 and kv_dtype.itemsize == 1:
+            # Half of the bytes, and time that goes into conversion: two programs overlap it.
+            rungs.append(AttentionConfig(16, 32, 4, 3, 2))
+        elif rows <= 16:
+            # Memory bound: what counts is keys in flight. More keys than rows a step, or Triton gives all warps the
+            # same rows. At head 512 a second program a multiprocessor costs more partial results than it hides.
+            rungs += [AttentionConfig(16, 32, 4, *rest) for rest in ([(3, 1)] if width > 256 else [(4, 2), (3, 1)])]
+        elif width > 256 and rows <= 32 and smallest == 16:
+            # Reading the keys twice, the second time from the L2 cache, beats sums that are half padding.
+            rungs.append(AttentionConfig(16, 32, 4, 2, 2))
+        elif width > 256 and _has_async_products(arch):
+            # 64 rows let the products run asynchronously. Triton repeats the scores in every four warps, so four it is,
+            # which hold half of 512 columns; the columns' programs share the keys in the L2 cache. A single request
+            # has parts to spare for more programs of fewer columns.
+            rungs += [AttentionConfig(64, 32, 4, stages, 1, 128 if programs == 1 else 256) for stages in (3, 2)]
         elif _has_async_products(arch):
-            # 64 rows let the products run asynchronously; 512 columns of their sums take half of the registers.
-            rungs += [AttentionConfig(64, 32 if width > 256 else 64, 8 if width > 128 else 4, 2)]
+            rungs += [AttentionConfig(64, 32, 4, 3)]
         elif width <= 256 and smallest <= 32:
             rungs += [AttentionConfig(32, 64, 4, stages) for stages in (3, 2)]
         rungs += [AttentionConfig(smallest, 32, 4, stages) for stages in (2, 1)]
@@ -147,18 +175,35 @@ def split_config(
     return _first_that_fits(rungs, head_dim, group, dtype, kv_dtype, arch)
 
 
-def prefill_config(head_dim: int, group: int, dtype: torch.dtype, kv_dtype: torch.dtype, arch: Arch) -> AttentionConfig:
-    """Settings of the prefill kernel for `group` query heads a key-value head."""
+def combine_config(parts: int, rows: int) -> tuple[int, int, int]:
+    """Parts and columns a step and warps of the combine kernel for requests of `parts` parts of `rows` rows each."""
+    if INTERPRET:
+        return 64, MAX_HEAD_DIM, 4
+    if parts > 100 and rows <= 16:
+        # One request over the whole GPU: all its parts in one step, and many programs of few columns.
+        return 256, 16, 4
+    if parts > 16:
+        return 64, 64, 4
+    # Programs enough without, and one warp needs no barriers.
+    return (16, 32, 1) if parts > 8 else (8, 64, 1)
+
+
+def prefill_config(
+    head_dim: int, group: int, dtype: torch.dtype, kv_dtype: torch.dtype, arch: Arch, rows: int = 2**20
+) -> AttentionConfig:
+    """Settings of the prefill kernel for `group` query heads a key-value head and `rows` rows in all."""
     width = _width(head_dim)
     smallest = max(16, next_power_of_2(group))
     rungs = []
     if dtype != torch.float32:
         if width > 256 and _has_async_products(arch):
-            # 64 × 512 float32 sums are half of the registers; 128 rows would be all of them.
-            rungs += [AttentionConfig(64, 32, 8, 2)]
+            # Every four warps have 64 rows of their own, so that none repeats another's scores, and their sums fit the
+            # registers for half of the columns: the scores are computed twice, which costs less than 64 rows.
+            rungs += [AttentionConfig(128, 32, 8, 2, block_v=256), AttentionConfig(64, 32, 8, 2)]
         elif width <= 256:
-            # The more rows share a tile of keys, the less of it the L2 cache has to deliver.
-            rungs += [AttentionConfig(128, 64, 8, stages) for stages in ((3, 2) if width <= 128 else (2,))]
+            # The more rows share a tile of keys, the less of it the L2 cache has to deliver, if they fill the GPU.
+            if rows > 128 * arch.num_sms:
+                rungs += [AttentionConfig(128, 64, 8, stages) for stages in ((3, 2) if width <= 128 else (2,))]
             rungs += [AttentionConfig(64, 64, 4, 2), AttentionConfig(64, 32, 4, 2)]
         rungs += [AttentionConfig(smallest, 32, 4, stages) for stages in (2, 1)]
     rungs.append(AttentionConfig(smallest, 16, 4, 1))
@@ -250,15 +295,17 @@ def _launch(
     }
     _launch_split(inputs, min(max_query_len, SPLIT_QUERIES), num_kv_heads, arch)
     if max_query_len > SPLIT_QUERIES:
-        config = prefill_config(head_dim, group, q.dtype, k_cache.dtype, arch)
+        config = prefill_config(head_dim, group, q.dtype, k_cache.dtype, arch, num_tokens * num_heads)
         block_q = config.block_m // group
-        launch: Any = prefill_kernel[(num_kv_heads, num_tokens // block_q + num_requests)]
+        block_v = min(config.block_v, _width(head_dim))
+        launch: Any = prefill_kernel[(num_kv_heads * cdiv(head_dim, block_v), num_tokens // block_q + num_requests)]
         launch(
             **inputs,
             min_queries=SPLIT_QUERIES + 1,
             BLOCK_M=config.block_m,
             BLOCK_Q=block_q,
             BLOCK_N=config.block_n,
+            BLOCK_V=block_v,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
@@ -268,15 +315,26 @@ def _launch_split(inputs: dict[str, Any], max_queries: int, num_kv_heads: int, a
     """Launch the split kernel for the requests with at most `max_queries` queries, and what merges the parts."""
     q, k_cache, out, seq_lens = (inputs[name] for name in ("q_ptr", "k_ptr", "out_ptr", "seq_lens_ptr"))
     num_requests, group, head_dim = inputs["num_requests"], inputs["GROUP"], inputs["HEAD_DIM"]
-    config = split_config(head_dim, group, max_queries, q.dtype, k_cache.dtype, arch)
+    config = split_config(
+        head_dim,
+        group,
+        max_queries,
+        q.dtype,
+        k_cache.dtype,
+        arch,
+        num_requests * num_kv_heads,
+        inputs["window"] is not None,
+    )
     block_q = min(config.block_m // group, max_queries)
     lanes = num_kv_heads * cdiv(max_queries, block_q)
     rows = lanes * block_q * group
-    budget = max(arch.num_sms * config.programs_per_sm // lanes, 1)
+    block_v = min(config.block_v, _width(head_dim))
+    columns = cdiv(head_dim, block_v)
+    budget = max(arch.num_sms * config.programs_per_sm // (lanes * columns), 1)
     partial = torch.empty(budget * rows, head_dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(budget * rows, dtype=torch.float32, device=q.device)
     # Every request has a part of its own beside its share of the budget, which is rounded down.
-    launch: Any = split_kernel[(lanes, budget + num_requests - 1)]
+    launch: Any = split_kernel[(lanes * columns, budget + num_requests - 1)]
     launch(
         **inputs,
         partial_ptr=partial,
@@ -287,13 +345,18 @@ def _launch_split(inputs: dict[str, Any], max_queries: int, num_kv_heads: int, a
         BLOCK_M=config.block_m,
         BLOCK_Q=block_q,
         BLOCK_N=config.block_n,
+        BLOCK_V=block_v,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **pdl_options(arch),
     )
     if budget < 2:
         return
-    block_d = min(_width(head_dim), COMBINE_COLUMNS)
+    parts = budget // num_requests
+    if inputs["window"] is not None:
+        parts = min(parts, cdiv(inputs["window"] + max_queries - 1, config.block_n))
+    block_s, block_d, num_warps = combine_config(parts, rows)
+    block_d = min(_width(head_dim), block_d)
     launch = combine_kernel[(rows, cdiv(head_dim, block_d), min(num_requests, budget // 2, COMBINE_REQUESTS))]
     launch(
         out,
@@ -313,8 +376,8 @@ def _launch_split(inputs: dict[str, Any], max_queries: int, num_kv_heads: int, a
         BLOCK_Q=block_q,
         BLOCK_N=config.block_n,
         BLOCK_D=block_d,
-        BLOCK_S=COMBINE_PARTS,
-        num_warps=COMBINE_WARPS,
+        BLOCK_S=block_s,
+        num_warps=num_warps,
         **pdl_options(arch),
     )
 

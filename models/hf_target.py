@@ -207,6 +207,7 @@ class HFTarget:
         model_type = read_json(path, "config.json").get("model_type")
         try:
             import transformers  # noqa: PLC0415
+            from safetensors import SafetensorError  # noqa: PLC0415
         except ImportError as error:
             raise ImportError("a Hugging Face target needs transformers: pip install 'tridraft[hf]'") from error
         if str(model_type).endswith("_assistant"):
@@ -218,6 +219,8 @@ class HFTarget:
             model, report = loaded
         except (KeyError, ValueError) as error:
             raise ValueError(f"{path}: transformers {transformers.__version__} cannot load it: {error}") from error
+        except SafetensorError as error:
+            raise ValueError(f"{path}: not a valid safetensors file ({error}): download it again") from error
         if report["missing_keys"] or report["mismatched_keys"]:
             faults = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
             raise ValueError(f"{path}: tensors missing or misshapen: {', '.join(faults)}")

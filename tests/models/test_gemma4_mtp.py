@@ -11,12 +11,10 @@ from torch import Tensor
 from _compare import assert_close_to_float64
 from _paged_cache import PagedCache
 from _tiny_gemma4 import VARIANTS, WINDOW, float64_copy, random_assistant, tiny_pair, worst_of
-from tridraft.kernels._op import INTERPRET
 from tridraft.models.gemma4_mtp import Gemma4MTP, Gemma4MTPConfig
 from tridraft.models.hf_target import HFTarget
 
 pytest.importorskip("transformers")
-pytestmark = pytest.mark.skipif(INTERPRET, reason="whole models take minutes in Triton's interpreter")
 
 STEPS = 4
 # committed keys of each request: below, at and above the window of 8, and far above

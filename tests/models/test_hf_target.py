@@ -9,13 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from _compare import assert_close_to_float64
 from _paged_cache import PagedCache
 from _tiny_gemma4 import VARIANTS, float64_copy, target_config, tiny_pair, worst_of
-from tridraft.kernels._op import INTERPRET
 from tridraft.models import hf_target
 from tridraft.models.hf_target import HFTarget
 from tridraft.models.paged import KVSpec
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.skipif(INTERPRET, reason="whole models take minutes in Triton's interpreter")
 
 LENGTHS = (21, 13, 6)
 # new tokens of each request in each pass: chunks of prompts, single tokens, verify batches, a request that waits

@@ -12,17 +12,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma4AssistantFor
 
 import tridraft
 from tridraft.models.hf_target import HFTarget
-from tridraft.speculator.config import SpeculatorConfig, init_speculator
+from tridraft.speculator.config import SpeculatorConfig
 from tridraft.speculator.decoder import SpeculativeDecoder
+from tridraft.speculator.factory import init_speculator
 from tridraft.speculator.request import Request
 
 PAIR = Path(tridraft.__file__).parent / "models" / "tiny_gemma4"
 TARGET, ASSISTANT = PAIR / "target", PAIR / "assistant"
 MEGABYTE = 1_000_000
-
-# Meta-device contexts must learn torch.empty before the fixture that poisons it replaces it.
-with torch.device("meta"):
-    torch.empty(0)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,500 @@
+"""The command: `tridraft generate`, `tridraft demo`, `tridraft info`.
+
+Results go to standard output, everything else to standard error. PyTorch and the models are imported by the
+subcommand that needs them, so that `--help` and wrong flags answer at once.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+
+import tridraft
+
+if TYPE_CHECKING:
+    import torch
+
+    from tridraft.models.hf_target import HFTarget
+    from tridraft.speculator.decoder import SpeculativeDecoder
+    from tridraft.speculator.request import Chunk, Completion, Request, Statistics
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+_METHOD_OF_MODEL_TYPE = {"gemma4_assistant": "gemma4_mtp", "gemma4_unified_assistant": "gemma4_mtp"}
+_MAX_NUM_REQS = 32
+
+
+class UsageError(Exception):
+    """What the user has to change, in one line."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def _integer(least: int) -> Any:
+    def parse(text: str) -> int:
+        value = int(text)
+        if not least <= value < 2**63:
+            raise argparse.ArgumentTypeError(f"got {value}, needs at least {least} and less than 2**63")
+        return value
+
+    parse.__name__ = "integer"
+    return parse
+
+
+def _temperature(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"got {text}, needs 0 (greedy) or more")
+    return value
+
+
+def _ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"got {text!r}, needs token ids like 2,17,9") from None
+
+
+def _parser() -> argparse.ArgumentParser:
+    common = _Parser(add_help=False)
+    common.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 …; auto takes the GPU where there is one")
+    common.add_argument("--output", choices=("text", "json"), default="text", help="form of the result (default: text)")
+    drafting = _Parser(add_help=False)
+    drafting.add_argument("--max-new-tokens", type=_integer(1), default=128, metavar="N", help="default: 128")
+    drafting.add_argument(
+        "--num-speculative-tokens", type=_integer(1), default=4, metavar="K", help="drafts a target pass (default: 4)"
+    )
+
+    parser = _Parser(prog="tridraft", description=tridraft.__doc__)
+    parser.add_argument("--version", action="version", version=f"tridraft {tridraft.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    generate = commands.add_parser(
+        "generate",
+        parents=[drafting, common],
+        help="continue prompts with a checkpoint pair",
+        description="Continue prompts with the target's own text; the draft model makes it faster.",
+    )
+    generate.add_argument("--target", type=Path, required=True, metavar="DIR", help="target checkpoint")
+    generate.add_argument(
+        "--draft", required=True, metavar="DIR|none", help="draft checkpoint; none decodes with the target alone"
+    )
+    generate.add_argument(
+        "--method",
+        choices=("auto", "gemma4_mtp"),
+        default="auto",
+        help="how to draft; auto reads the draft's config.json (default: auto)",
+    )
+    prompt = generate.add_argument_group("prompts", "one kind, each repeatable; several are decoded together")
+    prompt.add_argument("--prompt", action="append", metavar="TEXT", help="as it is, without a chat template")
+    prompt.add_argument("--prompt-ids", action="append", type=_ids, metavar="2,17,9", help="needs no tokenizer")
+    generate.add_argument("--temperature", type=_temperature, default=0.0, metavar="T", help="0 is greedy (default)")
+    generate.add_argument(
+        "--seed",
+        type=_integer(0),
+        default=0,
+        metavar="N",
+        help="of the random draws, the same for each prompt (default: 0)",
+    )
+    generate.add_argument(
+        "--dtype", choices=DTYPES, default="auto", help="auto: the checkpoint's on a GPU, float32 on a CPU"
+    )
+    generate.set_defaults(run=_generate)
+
+    demo = commands.add_parser(
+        "demo",
+        parents=[drafting, common],
+        help="generate with the built-in pair and compare with plain decoding",
+        description="Generate with the built-in pair, with and without drafts; no download.",
+    )
+    demo.add_argument("--prompt", default="def read_lines(path):\n", metavar="TEXT", help="text to continue")
+    demo.set_defaults(run=_demo)
+
+    info = commands.add_parser(
+        "info", parents=[common], help="what this machine runs", description="What this machine runs."
+    )
+    info.set_defaults(run=_info)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    arguments = _parser().parse_args(argv)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # checkpoints are directories; nothing is looked up
+    stdout = sys.stdout
+    try:
+        # Libraries print where they like; standard output holds the result alone.
+        with contextlib.redirect_stdout(sys.stderr):
+            arguments.run(arguments, stdout)
+        stdout.flush()
+    except UsageError as error:
+        print(f"tridraft {arguments.command}: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("tridraft: interrupted", file=sys.stderr)
+        return 130
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # PyTorch's, which may not have been imported
+            raise
+        hint = "give fewer prompts, fewer --max-new-tokens or a smaller --dtype"
+        print(f"tridraft {arguments.command}: error: out of GPU memory: {hint}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        # The reader has gone; keep the interpreter from flushing into the closed pipe at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())
+        return 141
+    return 0
+
+
+@contextlib.contextmanager
+def _usage_errors(*kinds: type[Exception]) -> Iterator[None]:
+    """Turn what the user can put right into one line."""
+    try:
+        yield
+    except kinds as error:
+        raise UsageError(" ".join(str(error).split())) from error
+
+
+def _generate(arguments: argparse.Namespace, stdout: TextIO) -> None:
+    if bool(arguments.prompt) == bool(arguments.prompt_ids):
+        raise UsageError("give --prompt TEXT or --prompt-ids 2,17,9, one of the two")
+    _check_checkpoint("--target", arguments.target)
+    draft, method = None, arguments.method
+    if arguments.draft != "none":
+        draft = Path(arguments.draft)
+        _check_checkpoint("--draft", draft)
+        method = _method(method, draft)
+    _prepare_transformers()
+    device = _device(arguments.device)
+    dtype = _dtype(arguments.dtype, arguments.target, device)
+    tokenizer = _tokenizer(arguments.target, required=bool(arguments.prompt))
+
+    from tridraft.speculator.request import Request  # noqa: PLC0415
+
+    prompts = arguments.prompt_ids or [tokenizer(text).input_ids for text in arguments.prompt]
+    target = _load_target(arguments.target, dtype, device)
+    _check_prompts(prompts, target)
+    requests = [
+        Request(prompt, arguments.max_new_tokens, temperature=arguments.temperature, seed=arguments.seed)
+        for prompt in prompts
+    ]
+    decoder = _decoder(target, requests, method, draft, arguments.num_speculative_tokens)
+    if arguments.output == "json":
+        completions = _complete(decoder, requests)
+        result = {"requests": [_as_json(one, tokenizer) for one in completions], "stats": _stats(decoder.stats)}
+        print(json.dumps(result), file=stdout)
+        return
+    if len(requests) == 1 and tokenizer:
+        _stream(decoder, requests, tokenizer, stdout)
+    else:
+        for number, completion in enumerate(_complete(decoder, requests), start=1):
+            heading = f"--- prompt {number}\n" if len(requests) > 1 else ""
+            print(heading + _text(completion, tokenizer), file=stdout)
+    print(_summary(decoder.stats), file=sys.stderr)
+
+
+def _demo(arguments: argparse.Namespace, stdout: TextIO) -> None:
+    pair = Path(tridraft.__file__).parent / "models" / "tiny_gemma4"
+    if not pair.is_dir():
+        raise UsageError(f"{pair} is missing: install tridraft again, or use generate with a pair of your own")
+    _prepare_transformers()
+    device = _device(arguments.device)
+
+    import torch  # noqa: PLC0415
+
+    from tridraft.speculator.request import Request  # noqa: PLC0415
+
+    tokenizer = _tokenizer(pair / "target", required=True)
+    # float32, in which a pass over one token and a pass over K + 1 agree to well below what parts two tokens.
+    target = _load_target(pair / "target", torch.float32, device)
+    prompt = tokenizer(arguments.prompt).input_ids
+    _check_prompts([prompt], target)
+    requests = [Request(prompt, arguments.max_new_tokens)]
+    plain = _decoder(target, requests)
+    drafting = _decoder(target, requests, "gemma4_mtp", pair / "assistant", arguments.num_speculative_tokens)
+    for decoder in (plain, drafting):  # the first pass of a GPU compiles kernels, which is not what is timed
+        decoder.generate([Request(prompt, arguments.num_speculative_tokens + 2)])
+    expected = _complete(plain, requests)
+    if arguments.output == "json":
+        completions = _complete(drafting, requests)
+    else:
+        print(arguments.prompt, end="", file=stdout)
+        completions = [_stream(drafting, requests, tokenizer, stdout)]
+    same = completions[0].output_ids == expected[0].output_ids
+    if arguments.output == "json":
+        result = {
+            "requests": [_as_json(one, tokenizer) for one in completions],
+            "stats": _stats(drafting.stats),
+            "plain": _stats(plain.stats),
+            "same_text": same,
+        }
+        print(json.dumps(result), file=stdout)
+    else:
+        print(f"\nplain decoding  {_summary(plain.stats)}", file=stdout)
+        print(f"with drafts     {_summary(drafting.stats)}", file=stdout)
+        print(f"same text       {'yes' if same else 'no'}", file=stdout)
+    if not same:
+        raise UsageError("plain decoding gave another text, which is a fault of this program: please report it")
+
+
+def _info(arguments: argparse.Namespace, stdout: TextIO) -> None:
+    device = _device(arguments.device)
+
+    import importlib  # noqa: PLC0415
+    import pkgutil  # noqa: PLC0415
+    import platform  # noqa: PLC0415
+    from importlib.metadata import PackageNotFoundError, version  # noqa: PLC0415
+
+    import torch  # noqa: PLC0415
+
+    from tridraft.kernels import _op  # noqa: PLC0415
+
+    def version_of(package: str) -> str | None:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return None
+
+    folder = Path(tridraft.__file__).parent / "kernels"
+    for module in pkgutil.iter_modules([str(folder)]):
+        importlib.import_module(f"tridraft.kernels.{module.name}")
+    kernels = _op.can_launch(torch.empty(0, device=device))
+    implementation = "triton" if kernels else "eager"
+    if device.type == "cuda":
+        arch = _op.arch_of(device)
+        backend = f"{arch.backend} {arch.capability}"
+        name = torch.cuda.get_device_name(device)
+    else:
+        backend = "triton interpreter" if kernels else "pytorch"
+        name = platform.processor() or platform.machine()
+    facts = {
+        "tridraft": tridraft.__version__,
+        "python": platform.python_version(),
+        **{package: version_of(package) for package in ("torch", "triton", "transformers")},
+        "device": str(device),
+        "name": name,
+        "backend": backend,
+        "operations": dict.fromkeys(sorted(torch.ops.tridraft), implementation),
+    }
+    if arguments.output == "json":
+        print(json.dumps(facts), file=stdout)
+        return
+    operations = facts.pop("operations")
+    for fact, value in facts.items():
+        print(f"{fact:13} {value or 'not installed'}", file=stdout)
+    for operation, implementation in operations.items():
+        print(f"  {operation:30} {implementation}", file=stdout)
+
+
+def _check_checkpoint(flag: str, directory: Path) -> None:
+    if not directory.is_dir():
+        raise UsageError(f"{flag}: no directory {directory}; give the directory of a downloaded checkpoint")
+    if not (directory / "config.json").is_file():
+        raise UsageError(f"{flag}: {directory} has no config.json; give the directory of a Hugging Face checkpoint")
+
+
+def _config(directory: Path) -> dict[str, Any]:
+    from tridraft.models.weights import read_json  # noqa: PLC0415
+
+    with _usage_errors(ValueError, OSError):
+        return read_json(directory, "config.json")
+
+
+def _method(method: str, draft: Path) -> str:
+    """The method to draft with: as asked, or as the draft's own configuration says."""
+    model_type = _config(draft).get("model_type")
+    found = _METHOD_OF_MODEL_TYPE.get(str(model_type))
+    if found is None or method not in ("auto", found):
+        known = ", ".join(_METHOD_OF_MODEL_TYPE)
+        raise UsageError(f"--draft: {draft} has model_type {model_type!r}, needs one of {known}")
+    return found
+
+
+def _prepare_transformers() -> None:
+    try:
+        from transformers.utils import logging  # noqa: PLC0415
+    except ImportError as error:
+        raise UsageError("checkpoints need the package transformers: pip install 'tridraft[hf]'") from error
+    logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+
+
+def _device(name: str) -> "torch.device":
+    import torch  # noqa: PLC0415
+
+    available = torch.cuda.is_available()
+    if name == "auto":
+        return torch.device("cuda" if available else "cpu")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise UsageError(f"--device: got {name}, needs auto, cpu, cuda or cuda:N")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UsageError(f"--device: {name} is not there ({torch.cuda.device_count()} CUDA devices); use --device cpu")
+    return device
+
+
+def _dtype(name: str, target: Path, device: "torch.device") -> "torch.dtype":
+    import torch  # noqa: PLC0415
+
+    if name == "auto":
+        config = _config(target)
+        stored = [part.get("dtype") or part.get("torch_dtype") for part in (config, config.get("text_config") or {})]
+        # A CPU computes float32 fastest.
+        name = next(filter(None, stored), "float32") if device.type == "cuda" else "float32"
+    if name not in DTYPES:
+        raise UsageError(f"--dtype: the target is stored as {name}; choose one of {', '.join(DTYPES[1:])}")
+    return getattr(torch, name)
+
+
+def _tokenizer(directory: Path, *, required: bool) -> Any:
+    """The checkpoint's tokenizer, or None where it has none and none is needed."""
+    files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+    if not any((directory / name).is_file() for name in files):
+        if required:
+            raise UsageError(f"--prompt: {directory} has no tokenizer; give token ids with --prompt-ids")
+        return None
+    from transformers import AutoTokenizer  # noqa: PLC0415
+
+    with _usage_errors(ValueError, OSError, ImportError):
+        return AutoTokenizer.from_pretrained(directory)
+
+
+def _load_target(directory: Path, dtype: "torch.dtype", device: "torch.device") -> "HFTarget":
+    from tridraft.models.hf_target import HFTarget  # noqa: PLC0415
+
+    with _usage_errors(ValueError, OSError, ImportError):
+        return HFTarget.from_pretrained(directory, dtype=dtype, device=device)
+
+
+def _check_prompts(prompts: Sequence[Sequence[int]], target: "HFTarget") -> None:
+    longest = target.max_position_embeddings
+    for number, prompt in enumerate(prompts, start=1):
+        if not prompt:
+            raise UsageError(f"prompt {number} has no tokens; give some text")
+        wrong = [token for token in prompt if not 0 <= token < target.vocab_size]
+        if wrong:
+            raise UsageError(f"prompt {number} has the id {wrong[0]}; the target's are 0 to {target.vocab_size - 1}")
+        if len(prompt) >= longest:
+            raise UsageError(f"prompt {number} has {len(prompt)} tokens; the target takes {longest - 1}: shorten it")
+
+
+def _decoder(
+    target: "HFTarget",
+    requests: "Sequence[Request]",
+    method: Any = None,
+    draft: Path | None = None,
+    num_speculative_tokens: int = 0,
+) -> "SpeculativeDecoder":
+    """A decoder with room for these requests; without a draft it decodes plainly."""
+    from tridraft.speculator.config import SpeculatorConfig  # noqa: PLC0415
+    from tridraft.speculator.decoder import SpeculativeDecoder  # noqa: PLC0415
+    from tridraft.speculator.factory import init_speculator  # noqa: PLC0415
+
+    max_num_reqs = min(len(requests), _MAX_NUM_REQS)
+    longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
+    max_model_len = min(longest, target.max_position_embeddings)
+    speculator = None
+    if draft is not None:
+        config = SpeculatorConfig(
+            method=method,
+            draft=draft,
+            num_speculative_tokens=num_speculative_tokens,
+            max_num_reqs=max_num_reqs,
+            max_model_len=max_model_len,
+            draft_sampling="probabilistic" if requests[0].temperature else "greedy",
+        )
+        speculator = init_speculator(config)
+        with _usage_errors(ValueError, OSError, ImportError):
+            speculator.load_model(target)
+    return SpeculativeDecoder(
+        target,
+        speculator,
+        max_num_reqs=max_num_reqs,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=max(2048, max_num_reqs * (num_speculative_tokens + 1)),
+    )
+
+
+def _complete(decoder: "SpeculativeDecoder", requests: "Sequence[Request]") -> "list[Completion]":
+    """Run the requests with a progress bar, if somebody is looking."""
+    if not sys.stderr.isatty():
+        return decoder.generate(requests)
+    from tqdm import tqdm  # noqa: PLC0415
+
+    with tqdm(total=sum(request.max_new_tokens for request in requests), unit="tok", desc="generating") as bar:
+
+        def advance(chunk: "Chunk") -> None:
+            bar.update(len(chunk.token_ids))
+
+        return decoder.generate(requests, advance)
+
+
+def _stream(
+    decoder: "SpeculativeDecoder", requests: "Sequence[Request]", tokenizer: Any, stdout: TextIO
+) -> "Completion":
+    """Run one request and write its text as it comes."""
+    ids: list[int] = []
+    written = 0
+
+    def write(chunk: "Chunk") -> None:
+        nonlocal written
+        ids.extend(chunk.token_ids)
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        if not chunk.finish_reason:
+            text = text.rstrip("\ufffd")  # the bytes of a character may come in several tokens
+        stdout.write(text[written:])
+        stdout.flush()
+        written = max(written, len(text))
+
+    (completion,) = decoder.generate(requests, write)
+    stdout.write("\n")
+    return completion
+
+
+def _text(completion: "Completion", tokenizer: Any) -> str:
+    if tokenizer:
+        return tokenizer.decode(completion.output_ids, skip_special_tokens=True)
+    return ",".join(map(str, completion.output_ids))
+
+
+def _as_json(completion: "Completion", tokenizer: Any) -> dict[str, Any]:
+    return {
+        "prompt_ids": completion.prompt_ids,
+        "output_ids": completion.output_ids,
+        "text": _text(completion, tokenizer) if tokenizer else None,
+        "accepted": completion.accepted,
+        "finish_reason": completion.finish_reason,
+    }
+
+
+def _stats(stats: "Statistics") -> dict[str, Any]:
+    return {
+        "target_passes": stats.target_passes,
+        "mean_accepted_length": stats.mean_accepted_length,
+        "acceptance_by_position": stats.acceptance_by_position,
+        "prompt_tokens": stats.prompt_tokens,
+        "output_tokens": stats.output_tokens,
+        "verify_seconds": stats.verify_seconds,
+        "draft_seconds": stats.draft_seconds,
+        "total_seconds": stats.total_seconds,
+    }
+
+
+def _summary(stats: "Statistics") -> str:
+    parts = [
+        f"{stats.output_tokens} tokens in {stats.target_passes} target passes",
+        f"{stats.mean_accepted_length:.2f} tokens a pass",
+        f"{stats.total_seconds:.2f} s (drafting {stats.draft_seconds:.2f} s)",
+    ]
+    if stats.drafted:
+        shares = " ".join(f"{share:.2f}" for share in stats.acceptance_by_position)
+        parts.append(f"accepted by draft position {shares}")
+    return ", ".join(parts)

@@ -6,7 +6,8 @@ winner: no launch only to reduce. A kernel before must have called `open_meeting
 """
 
 # Kernels are Triton, not Python: what they return are tensors, which a Python checker denies.
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false
 
 import triton
 import triton.language as tl
@@ -39,11 +40,11 @@ def nothing():
 
 
 @triton.jit
-def winner_key(scores, ids, mask):
-    """The key of the best of a block of candidates."""
+def winner_key(scores, ids, mask, AXIS: tl.constexpr = 0):
+    """The key of the best of a block of candidates, along an axis."""
     keys = (order_key(scores).to(tl.int64) << 32) + (_LOW_WORD - ids.to(tl.int64))
     keys = tl.where(scores > float("-inf"), keys, tl.where(scores == float("-inf"), _NOTHING, _ONLY_NAN))
-    return tl.max(tl.where(mask, keys, _NOTHING), axis=0)
+    return tl.max(tl.where(mask, keys, _NOTHING), axis=AXIS)
 
 
 @triton.jit
@@ -64,3 +65,14 @@ def winning_token(key, suppress_ptr, num_suppressed, vocab_size):
     if key <= _ONLY_NAN:
         token = lowest_eligible(suppress_ptr, num_suppressed, None, vocab_size).to(tl.int64)
     return token, key == _ONLY_NAN
+
+
+@triton.jit
+def winning_tokens(keys, suppress_ptr, num_suppressed, vocab_size):
+    """`winning_token` of a block of keys."""
+    tokens = _LOW_WORD - (keys & _LOW_WORD)
+    without = keys <= _ONLY_NAN
+    if tl.max(without.to(tl.int32), axis=0) > 0:
+        lowest = lowest_eligible(suppress_ptr, num_suppressed, None, vocab_size)
+        tokens = tl.where(without, lowest, tokens)
+    return tokens, keys == _ONLY_NAN

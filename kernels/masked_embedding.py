@@ -26,11 +26,11 @@ from tridraft.kernels._masked_embedding_kernels import (
     candidate_logits_kernel,
     centroid_candidates_kernel,
     centroid_scores_kernel,
+    dot_columns,
     group_count,
     launch_options,
     masked_embedding_launch,
     row_candidates_kernel,
-    score_columns,
     select_kernel,
 )
 from tridraft.kernels._op import FLOATS, Impl, arch_of, cdiv, check_tensor, next_power_of_2, register, use_triton
@@ -86,32 +86,49 @@ def masked_embedding_sample_reference(
 
 
 def _ladder(hidden: Tensor, centroids: Tensor, weight: Tensor, top_k: int) -> MaskedEmbeddingLaunch:
-    num_rows, hidden_size = hidden.shape
     arch = arch_of(hidden.device)
-    return masked_embedding_launch(num_rows, centroids.shape[0], weight.shape[0], hidden_size, top_k, arch)
+    return masked_embedding_launch(hidden.shape[0], centroids.shape[0], weight.shape[0], top_k, arch)
 
 
 def _launch_scores(
     hidden: Tensor,
     centroids: Tensor,
-    idx_mapping: Tensor | None,
-    best: Tensor | None,
-    arrivals: Tensor | None,
-    num_slots: int,
     launch: MaskedEmbeddingLaunch,
+    idx_mapping: Tensor | None = None,
+    best: Tensor | None = None,
+    arrivals: Tensor | None = None,
+    counts: Tensor | None = None,
+    num_slots: int = 0,
 ) -> Tensor:
     (num_rows, hidden_size), num_centroids = hidden.shape, centroids.shape[0]
     scores = torch.empty(num_rows, num_centroids, dtype=torch.float32, device=hidden.device)
     kernel: Any = centroid_scores_kernel[(cdiv(num_centroids, launch.score_block), cdiv(num_rows, SCORE_ROWS))]
     kernel(
-        *(hidden, centroids, idx_mapping, scores, best, arrivals),
-        *(num_rows, num_centroids, hidden_size, hidden.stride(0), centroids.stride(0), num_slots),
+        *(hidden, centroids, idx_mapping, scores, best, arrivals, counts),
+        *(num_rows, num_centroids, hidden.stride(0), centroids.stride(0), num_slots),
         BLOCK_N=SCORE_ROWS,
         BLOCK_C=launch.score_block,
-        BLOCK_H=score_columns(hidden_size),
+        HIDDEN=hidden_size,
+        BLOCK_H=dot_columns(hidden_size, hidden.element_size()),
         **launch_options(launch.score_warps, arch_of(hidden.device)),
     )
     return scores
+
+
+def _tile_arguments(hidden: Tensor, launch: MaskedEmbeddingLaunch) -> dict[str, Any]:
+    """What all kernels over candidates are compiled for."""
+    max_registers = launch.max_registers if hidden.element_size() < 4 else None
+    return {
+        "TILE": launch.tile,
+        "HIDDEN": hidden.shape[1],
+        "BLOCK_H": dot_columns(hidden.shape[1], hidden.element_size()),
+        **launch_options(launch.num_warps, arch_of(hidden.device), max_registers),
+    }
+
+
+def _select_arguments(num_centroids: int, top_k: int) -> dict[str, Any]:
+    """What the kernels that select are compiled for; the block has a centroid for every thread of `select_kernel`."""
+    return {"BLOCK_C": max(128, next_power_of_2(num_centroids)), "GROUPS": group_count(top_k)}
 
 
 def _launch_sample(
@@ -129,29 +146,36 @@ def _launch_sample(
     out: Tensor,
     launch: MaskedEmbeddingLaunch,
 ) -> None:
-    (num_rows, hidden_size), num_centroids, vocab_size = hidden.shape, centroids.shape[0], weight.shape[0]
+    num_rows, num_centroids, vocab_size = hidden.shape[0], centroids.shape[0], weight.shape[0]
     per_centroid = vocab_size // num_centroids
     parts = cdiv(per_centroid, launch.tile)
     device = hidden.device
-    arch = arch_of(device)
     best = torch.empty(num_rows, dtype=torch.int64, device=device)
     arrivals = torch.empty(num_rows, dtype=torch.int32, device=device)
-    scores = _launch_scores(hidden, centroids, idx_mapping, best, arrivals, temperature.shape[0], launch)
-    select = {"BLOCK_C": next_power_of_2(num_centroids), "GROUPS": group_count(top_k)}
+    counts = torch.empty(num_centroids, dtype=torch.int32, device=device) if launch.by_centroid else None
+    scores = _launch_scores(
+        hidden, centroids, launch, idx_mapping, best, arrivals, counts, num_slots=temperature.shape[0]
+    )
     tensors = (hidden, token_ordering, weight, suppress_ids, idx_mapping, temperature, seeds, positions)
     outputs = (best, arrivals, nan_flag, out)
-    sizes = (top_k, per_centroid, parts, hidden_size, 0 if suppress_ids is None else suppress_ids.shape[0], vocab_size)
+    suppressed = (0 if suppress_ids is None else suppress_ids.shape[0], vocab_size)
     strides = (hidden.stride(0), weight.stride(0), 0 if nan_flag is None else nan_flag.stride(0), out.stride(0))
-    tile = {"TILE": launch.tile, "BLOCK_H": next_power_of_2(hidden_size), **launch_options(launch.num_warps, arch)}
+    select, tile = _select_arguments(num_centroids, top_k), _tile_arguments(hidden, launch)
     if launch.by_centroid:
-        flags = torch.empty(num_centroids, num_rows, dtype=torch.int8, device=device)
+        members = torch.empty(num_centroids, num_rows, dtype=torch.int32, device=device)
         kernel: Any = select_kernel[(num_rows,)]
-        kernel(*(scores, idx_mapping, flags, num_rows, num_centroids, top_k), **select, **launch_options(4, arch))
+        kernel(
+            *(scores, idx_mapping, counts, members, arrivals, num_rows, num_centroids, top_k, parts),
+            **select,
+            **launch_options(4, arch_of(device)),
+        )
         kernel = centroid_candidates_kernel[(parts, num_centroids)]
-        kernel(flags, *tensors, *outputs, num_rows, *sizes, *strides, BLOCK_N=launch.row_block, **tile)
+        sizes = (num_rows, top_k, per_centroid)
+        kernel(counts, members, *tensors, *outputs, *sizes, *suppressed, *strides, **tile)
     else:
         kernel = row_candidates_kernel[(num_rows, cdiv(top_k * parts, launch.tiles))]
-        kernel(scores, *tensors, *outputs, num_centroids, launch.tiles, *sizes, *strides, **select, **tile)
+        sizes = (num_centroids, launch.tiles, top_k, per_centroid, parts)
+        kernel(scores, *tensors, *outputs, *sizes, *suppressed, *strides, **select, **tile)
 
 
 def _launch_logits(
@@ -164,22 +188,19 @@ def _launch_logits(
     out: Tensor,
     launch: MaskedEmbeddingLaunch,
 ) -> None:
-    (num_rows, hidden_size), num_centroids = hidden.shape, centroids.shape[0]
+    num_rows, num_centroids = hidden.shape[0], centroids.shape[0]
     per_centroid = weight.shape[0] // num_centroids
     parts = cdiv(per_centroid, launch.tile)
     num_suppressed = 0 if suppress_ids is None else suppress_ids.shape[0]
-    scores = _launch_scores(hidden, centroids, None, None, None, 0, launch)
+    scores = _launch_scores(hidden, centroids, launch)
     out.fill_(_MINUS_INF)
     kernel: Any = candidate_logits_kernel[(num_rows, cdiv(top_k * parts, launch.tiles))]
     kernel(
         *(scores, hidden, token_ordering, weight, suppress_ids, out),
-        *(num_centroids, launch.tiles, top_k, per_centroid, parts, hidden_size, num_suppressed),
+        *(num_centroids, launch.tiles, top_k, per_centroid, parts, num_suppressed),
         *(hidden.stride(0), weight.stride(0), out.stride(0)),
-        TILE=launch.tile,
-        BLOCK_C=next_power_of_2(num_centroids),
-        BLOCK_H=next_power_of_2(hidden_size),
-        GROUPS=group_count(top_k),
-        **launch_options(launch.num_warps, arch_of(hidden.device)),
+        **_select_arguments(num_centroids, top_k),
+        **_tile_arguments(hidden, launch),
     )
 
 

@@ -1,6 +1,7 @@
 """Masked embedding against float64, transformers and the noise of `random.py`."""
 
 import dataclasses
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,8 @@ from tridraft.kernels.random import DRAFT, gumbel
 MINUS_INF = float("-inf")
 # The interpreter rounds bfloat16 wrongly.
 DTYPES = [torch.float32, torch.float16] + ([] if INTERPRET else [torch.bfloat16])
-SHAPES = [(1, 16, 8, 32, 2), (3, 40, 24, 120, 5), (2, 32, 16, 64, 16), (2, 64, 40, 40, 1)]  # N, H, C, V, top_k
+# N, H, C, V, top_k: one tile a centroid, three of them (the last in part), every centroid, one candidate a centroid
+SHAPES = [(1, 16, 8, 32, 2), (3, 40, 12, 480, 3), (2, 32, 4, 80, 4), (2, 64, 40, 40, 1)]
 
 compiled_only = pytest.mark.skipif(INTERPRET, reason="compiled kernels do not exist in the interpreter")
 
@@ -31,9 +33,7 @@ def order(request, monkeypatch):
     by_centroid = request.param == "by centroid"
 
     def launch(*args):
-        return dataclasses.replace(
-            masked_embedding_launch(*args), by_centroid=by_centroid, tile=2, tiles=3, row_block=2
-        )
+        return dataclasses.replace(masked_embedding_launch(*args), by_centroid=by_centroid, tile=16, tiles=2)
 
     monkeypatch.setattr(masked_embedding, "masked_embedding_launch", launch)
 
@@ -70,7 +70,7 @@ def rows_of(device, num_rows, temperature=0.0) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES[1:], ids=str)
 def test_logits(shape, dtype, impl, device):
     *sizes, top_k = shape
     tensors = model(device, *sizes, dtype=dtype)
@@ -112,7 +112,7 @@ SCORES = {
 }
 
 
-@pytest.mark.parametrize("top_k", [1, 4, 7, 12])
+@pytest.mark.parametrize("top_k", [1, 7])
 @pytest.mark.parametrize("case", SCORES)
 def test_centroids_are_selected_exactly(case, top_k, impl, device):
     """With hidden size 1 the scores are the centroids; each has one token, so the finite logits are the selection."""
@@ -236,7 +236,7 @@ def test_a_row_does_not_depend_on_its_batch(impl, order, device):
     rows = rows_of(device, 4, 0.9)
     together = masked_embedding_sample(*tensors, 4, **rows, impl=impl)
     logits = masked_embedding_logits(*tensors, 4, impl=impl)
-    for n in range(4):
+    for n in (0, 3):
         part = (tensors[0][n : n + 1], *tensors[1:])
         alone = rows | {name: rows[name][n : n + 1] for name in ("idx_mapping", "positions")}
         assert masked_embedding_sample(*part, 4, **alone, impl=impl).item() == together[n]
@@ -245,7 +245,7 @@ def test_a_row_does_not_depend_on_its_batch(impl, order, device):
 
 def test_samples_follow_the_softmax(impl, device):
     """Chi-square of draws at one row's logits, one seed each."""
-    draws = 60 if INTERPRET and impl == "triton" else 20000
+    draws = 30 if INTERPRET and impl == "triton" else 20000
     hidden, centroids, token_ordering, weight = model(device, 1, 16, 4, 12)
     logits = masked_embedding_logits(hidden, centroids, token_ordering, weight * 0.3, 2, impl="eager")
     tensors = (hidden.expand(draws, -1), centroids, token_ordering, weight * 0.3)
@@ -284,6 +284,7 @@ def test_refusals_name_the_argument():
         masked_embedding_logits(hidden, centroids, token_ordering, weight, 2, suppress_ids=torch.zeros(1).int())
 
 
+@compiled_only
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
 def test_opcheck(shape, device, monkeypatch):
     monkeypatch.undo()  # Dynamo would remember the poisoned torch.empty
@@ -300,6 +301,7 @@ def test_opcheck(shape, device, monkeypatch):
         torch.library.opcheck(torch.ops.tridraft.masked_embedding_logits.default, args)
 
 
+@compiled_only
 def test_compiles_into_a_full_graph(device, monkeypatch):
     monkeypatch.undo()  # Dynamo cannot trace a poisoned torch.empty
     tensors, rows = model(device, 3, 16, 8, 32), rows_of(device, 3, 1.0)
@@ -314,25 +316,20 @@ def test_compiles_into_a_full_graph(device, monkeypatch):
 
 def test_launch_ladder():
     for _, arch in TARGETS.values():
-        small = masked_embedding_launch(1, 2048, 262144, 256, 32, arch)
-        assert not small.by_centroid
-        for num_rows in (1, 8, 32, 64, 65, 128, 1024):
-            launch = masked_embedding_launch(num_rows, 2048, 262144, 256, 32, arch)
-            assert (launch.tile, launch.num_warps) == (small.tile, small.num_warps)  # batch invariance
-            assert launch.by_centroid == (num_rows > 64)
-        for hidden_size in (16, 256, 1024, 4096):
-            launch = masked_embedding_launch(4, 2048, 262144, hidden_size, 32, arch)
-            assert launch.tile * hidden_size <= 8192 or launch.tile == 1
-            assert launch.shared_memory(hidden_size, 4) <= arch.shared_memory
-        assert masked_embedding_launch(4, 16, 64, 64, 4, arch).tile == 4
+        for num_rows in (1, 2, 8, 16, 17, 64, 128, 1024):
+            launch = masked_embedding_launch(num_rows, 2048, 262144, 32, arch)
+            assert launch.by_centroid == (num_rows > 16)
+            for hidden_size, element_size in itertools.product((16, 256, 1024, 4096), (2, 4)):
+                assert launch.shared_memory(hidden_size, element_size) <= arch.shared_memory
+        assert masked_embedding_launch(4, 16, 64, 4, arch).tile == 16  # the smallest of a dot
 
 
 @compiled_only
 def test_the_batch_reaches_no_variant():
-    """One set of kernels by row and one by centroid, whatever the batch."""
+    """One set of kernels for one row, for a few, by centroid, and with many rows' scores."""
     centroids, token_ordering = torch.zeros(2048, 256), torch.zeros(262144).long()
     head = (centroids, token_ordering, torch.zeros(1, 256).expand(262144, -1), 32)
-    for batch, num_kernels in ((1, 2, 16, 33, 64), 2), ((65, 70, 80), 3):
+    for batch, num_kernels in ((1,), 2), ((3, 8, 16), 2), ((17, 33, 64), 3), ((65, 70, 128), 3):
         found = set()
         for num_rows in batch:
             rows, hidden = rows_of(torch.device("cpu"), num_rows), torch.zeros(num_rows, 256)
@@ -341,21 +338,25 @@ def test_the_batch_reaches_no_variant():
 
 
 @compiled_only
-@pytest.mark.parametrize(("num_rows", "dtype"), [(1, torch.bfloat16), (128, torch.bfloat16), (33, torch.float32)])
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    ("target", "num_rows", "dtype"),
+    [
+        *itertools.product(TARGETS, (1, 8, 128), [torch.bfloat16]),
+        ("sm_120", 33, torch.float32),  # the least shared memory, on either vendor's side
+        ("gfx942", 33, torch.float32),
+    ],
+)
 def test_compiles_ahead_of_time(target, num_rows, dtype):
-    top_k = 32
+    """With every optional argument, and for a few rows with none."""
     hidden, centroids = torch.zeros(num_rows, 256, dtype=dtype), torch.zeros(2048, 256, dtype=dtype)
     weight = torch.zeros(1, 256, dtype=dtype).expand(262144, -1)
-    tensors = (hidden, centroids, torch.zeros(262144).long(), weight)
+    head = (hidden, centroids, torch.zeros(262144).long(), weight, 32)
+    suppress: dict[str, Any] = {} if num_rows == 8 else {"suppress_ids": torch.tensor([1, 2])}
+    flag: dict[str, Any] = {} if num_rows == 8 else {"nan_flag": torch.zeros(num_rows).bool()}
     rows = rows_of(torch.device("cpu"), num_rows)
-    flag, suppress_ids = torch.zeros(num_rows).bool(), torch.tensor([1, 2])
-    assert_compiles(
-        lambda: masked_embedding_sample(*tensors, top_k, **rows, suppress_ids=suppress_ids, nan_flag=flag), target
-    )
+    assert_compiles(lambda: masked_embedding_sample(*head, **rows, **suppress, **flag), target)
     if num_rows == 1:
-        assert_compiles(lambda: masked_embedding_sample(*tensors, top_k, **rows), target)
-        assert_compiles(lambda: masked_embedding_logits(*tensors, top_k, suppress_ids=suppress_ids), target)
+        assert_compiles(lambda: masked_embedding_logits(*head, **suppress), target)
 
 
 def assistant(device, num_rows):
@@ -367,7 +368,7 @@ def assistant(device, num_rows):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_rows", [1, 33, 130])
+@pytest.mark.parametrize("num_rows", [1, 7, 33, 130])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_sample_at_real_size(num_rows, temperature, device):
     tensors, rows = assistant(device, num_rows), rows_of(device, num_rows, temperature)

@@ -237,7 +237,7 @@ def test_temperature_to_zero(impl, device):
 
 def test_an_impossible_token_is_never_accepted(impl, device):
     """C30: for every seed and every u, with and without draft logits."""
-    draws = 30 if INTERPRET else 10000
+    draws = 10 if INTERPRET else 10000
     target = torch.tensor([0.0, 1.0, MINUS_INF, 2.0], device=device).repeat(2 * draws, 1)
     drafts = torch.full((draws, 1), 2, device=device)
     rows = requests(device, [2] * draws, temperature=1.0)
@@ -288,7 +288,7 @@ def test_acceptance_uses_the_drafts_own_draw(impl, device):
 
 def test_nearly_equal_distributions(impl, device):
     """C32: |p / q − 1| = 1e-6: whatever is recovered is a possible token, no NaN, and the padding is right."""
-    draws = 30 if INTERPRET else DRAWS
+    draws = 10 if INTERPRET else DRAWS
     generator = torch.Generator().manual_seed(3)
     q = torch.randn(6, generator=generator).to(device)
     q[3] = MINUS_INF
@@ -347,7 +347,7 @@ def ragged(device, vocab_size, seed=0, dtype=torch.float32):
 @pytest.mark.skipif(not (INTERPRET or torch.cuda.is_available()), reason="no kernel to compare with")
 @pytest.mark.parametrize("vocab_size", [37, 4200])
 @pytest.mark.parametrize("with_logits", [False, True])
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
 def test_kernel_is_the_definition(seed, with_logits, vocab_size, request, device):
     """Exactly, with several blocks; 4,200 ids reach the second strip and the second group of one random number."""
     if vocab_size < 100:
@@ -405,6 +405,7 @@ def test_refusals_name_the_argument():
         rejection_sample(torch.zeros(3, 0), drafts, **rows)
 
 
+@compiled_only
 @pytest.mark.parametrize("with_logits", [False, True])
 def test_opcheck(with_logits, device, monkeypatch):
     monkeypatch.undo()  # Dynamo would remember the poisoned torch.empty
@@ -423,6 +424,7 @@ def test_opcheck(with_logits, device, monkeypatch):
     torch.library.opcheck(torch.ops.tridraft.rejection_sample.default, args)
 
 
+@compiled_only
 def test_compiles_into_a_full_graph(device, monkeypatch):
     monkeypatch.undo()  # Dynamo cannot trace a poisoned torch.empty
     target, drafts, rows, draft_logits = ragged(device, 20)
@@ -463,10 +465,8 @@ def test_the_batch_reaches_no_variant():
 @pytest.mark.parametrize(
     ("vocab_size", "num_drafts", "dtype", "with_logits"),
     [
-        (262144, 3, torch.bfloat16, False),
         (262144, 3, torch.bfloat16, True),
-        (262144, 3, torch.float32, True),
-        (1000, 16, torch.float16, False),
+        (1000, 16, torch.float32, False),
     ],
 )
 @pytest.mark.parametrize("target", TARGETS)

@@ -15,6 +15,9 @@ A word w becomes the uniform u = (w + 1/2) / 2³², which keeps 32 bits of resol
 bits first, as fp32 generators do, would cap the noise at 16.6 and never draw a token of a long, flat tail.
 """
 
+# Kernels are Triton, not Python: their integers are tensors and their flags constexprs, which a Python checker denies.
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+
 import torch
 import triton
 import triton.language as tl

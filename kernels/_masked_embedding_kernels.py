@@ -434,7 +434,7 @@ class MaskedEmbeddingLaunch:
     tile: int
     tiles: int
     num_warps: int
-    max_registers: int | None = 128
+    max_registers: int | None = 168
 
     def shared_memory(self, hidden_size: int, element_size: int) -> int:
         """Bytes the operands of the largest dot take."""
@@ -456,11 +456,11 @@ def masked_embedding_launch(
     # (1 row), 1.7 to 1.9 (8), 1.9 to 2.2 (32); from 128 rows 64 and 4 against 32 and 4: 3.4 to 3.8.
     score_block = 64 if num_rows > 64 else 32
     # A third launch costs about what one selection does, and reading by centroid about one look at each of them, also
-    # at the unselected ones: worth it once a quarter of them could be selected.
-    by_centroid = num_rows * top_k > num_centroids // 4
-    # 64 candidates in bf16 at hidden 256 are 32 KB in flight a program, and 128 registers a thread let four of them run
-    # on a multiprocessor (unlimited, 224 would leave two). One row has too few candidates for that: 32 make one program
-    # a multiprocessor (16 to 64 were within a microsecond there).
+    # at the unselected ones: worth it once a quarter of them could be selected (16 rows: 30.5 against 36.1).
+    by_centroid = num_rows * top_k >= num_centroids // 4
+    # 64 candidates in bf16 at hidden 256 are 32 KB in flight a program. 168 registers a thread let three of them run on
+    # a multiprocessor: 38.9 / 51.3 / 65.5 at 32 / 64 / 128 rows. 128 registers make it four, but spill: 42.8 / 59.7 /
+    # 78.1. One row has too few candidates for that: 32 make one program a multiprocessor (11.7; 13.8 with 64).
     few = num_rows * top_k * cdiv(per_centroid, 32) <= 2 * arch.num_sms
     tile = max(16, min(next_power_of_2(per_centroid), 32 if few else 64))
     # By row every program repeats the selection: about two programs a multiprocessor, which run at once, instead of

@@ -302,13 +302,15 @@ def sample_config(num_rows: int, vocab_size: int, arch: Arch) -> SampleConfig:
     if per_sm <= 4096 and groups <= 256:
         # One row of 262,144: 256 programs of 1,024 elements, two a multiprocessor, all of them on their way at once.
         return SampleConfig(width=256, tiles_per_program=1, num_warps=4)
-    if per_sm <= 32768 and groups <= 512:
-        # 8 rows: half a group a program takes 7.0 µs and a whole one 7.7 (H200, 2026-11-30).
+    # Four elements a lane and strip at most: 128 registers a thread, 16 warps a multiprocessor. With eight they are 246
+    # and 8, and 32 rows took 20.8 µs greedy and 67.6 at temperature 1 (H200, 2026-11-30).
+    if per_sm <= 65536 and groups <= 512:
+        # 8 rows, greedy: 7.0 µs with half a group a program, 7.5 with a whole one.
         return SampleConfig(width=512, tiles_per_program=1, num_warps=4)
     # Enough programs that every multiprocessor holds about eight, and as few first strips (which have no best score to
     # be skipped by) as that allows. At most 1,024 pairs a row: the second stage reduces them in one block.
     tiles = max(1, cdiv(groups, 1024), min(8, groups * num_rows // (8 * arch.num_sms)))
-    return SampleConfig(width=1024, tiles_per_program=tiles, num_warps=4)
+    return SampleConfig(width=1024, tiles_per_program=tiles, num_warps=8)
 
 
 def _launch_draft_sample(

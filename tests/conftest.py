@@ -11,7 +11,7 @@ with torch.device("meta"):
     torch.empty(0)
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
-IMPLS = [impl for impl in ("eager", "triton") if impl == "eager" or INTERPRET or torch.cuda.is_available()]
+IMPLS = ["triton"] if INTERPRET else ["eager", "triton"] if torch.cuda.is_available() else ["eager"]
 
 
 def pytest_collection_modifyitems(config, items):

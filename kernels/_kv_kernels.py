@@ -1,5 +1,8 @@
 """The kernels of `kv_cache`: heads normed, rotated and written to their slots."""
 
+# A constexpr is its value to Triton, and a type of its own to a Python checker.
+# pyright: reportAssignmentType=false
+
 import triton
 import triton.language as tl
 

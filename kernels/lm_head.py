@@ -272,8 +272,8 @@ def lm_head_config(num_rows: int, hidden_size: int, hidden_bytes: int, weight_by
     # Tensor cores from one row on: a 16-wide tile costs nothing beside its weights, and one path means one rounding.
     # 64 rows at most: a wider tile would hold scores, ids and noise of more elements than a thread has registers for.
     block_n = min(max(16, next_power_of_2(num_rows)), 64)
-    # 64 × 256 is one matrix instruction of a warpgroup high and all of a small drafter's H wide. H200, 2026-11-30, 8 rows,
-    # H 256 / 1,024: 35.9 / 147.5 µs; 128 × 128 in 3 stages 47.0 / 171.9; 64 × 128 in 5 stages 48.8 / 162.4.
+    # 64 × 256 is one matrix instruction of a warpgroup high and all of a small drafter's H wide. H200, 2026-11-30,
+    # 8 rows, H 256 / 1,024: 35.9 / 147.5 µs; 128 × 128 in 3 stages 47.0 / 171.9; 64 × 128 in 5 stages 48.8 / 162.4.
     widest = 64 if hidden_bytes == 4 else 256 if arch.shared_memory >= 160_000 else 128
     block_k = min(max(16, next_power_of_2(hidden_size)), widest)
     block_v = 64

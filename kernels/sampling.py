@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tridraft.kernels._argmax import argmax, argmax_reference, eligible_ids, finish_argmax, is_nan
+from tridraft.kernels._argmax import argmax_reference, eligible_ids, finish_argmax, is_nan
 from tridraft.kernels._op import (
     DEBUG,
     FLOATS,
@@ -162,11 +162,6 @@ def _reach(x, word, scale, bar):
     return rounded - tl.exp2(tl.fma(x, scale, -bar))
 
 
-@triton.jit
-def _min4(a0, a1, a2, a3, b0, b1, b2, b3):
-    return tl.minimum(a0, b0), tl.minimum(a1, b1), tl.minimum(a2, b2), tl.minimum(a3, b3)
-
-
 @triton.jit(debug=DEBUG, do_not_specialize=["num_tiles", "tiles_per_program"])
 def _sample_kernel(
     logits_ptr,  # [N, V] float
@@ -244,24 +239,16 @@ def _sample_kernel(
                     peak = tl.max(best, axis=0)
                 # The slack covers every rounding on the way: of scores, logarithms and exponents.
                 scale, bar = inverse * _LOG2E, (peak - 1e-3 - 1e-6 * tl.abs(peak)) * _LOG2E
-                m0, m1, m2, m3 = tl.reduce(
-                    (
-                        _reach(x0, w0, scale, bar),
-                        _reach(x1, w1, scale, bar),
-                        _reach(x2, w2, scale, bar),
-                        _reach(x3, w3, scale, bar),
-                    ),
-                    0,
-                    _min4,
-                )
-                if tl.minimum(tl.minimum(m0, m1), tl.minimum(m2, m3)) <= 1:
-                    if m0 <= 1:
+                m0, m1 = _reach(x0, w0, scale, bar), _reach(x1, w1, scale, bar)
+                m2, m3 = _reach(x2, w2, scale, bar), _reach(x3, w3, scale, bar)
+                if tl.min(tl.minimum(tl.minimum(m0, m1), tl.minimum(m2, m3)), axis=0) <= 1:
+                    if tl.min(m0, axis=0) <= 1:
                         best, best_id = _draw(x0, w0, inverse, offs, best, best_id)
-                    if m1 <= 1:
+                    if tl.min(m1, axis=0) <= 1:
                         best, best_id = _draw(x1, w1, inverse, offs + STRIP, best, best_id)
-                    if m2 <= 1:
+                    if tl.min(m2, axis=0) <= 1:
                         best, best_id = _draw(x2, w2, inverse, offs + 2 * STRIP, best, best_id)
-                    if m3 <= 1:
+                    if tl.min(m3, axis=0) <= 1:
                         best, best_id = _draw(x3, w3, inverse, offs + 3 * STRIP, best, best_id)
                     peak = tl.max(best, axis=0)
         else:
@@ -271,7 +258,9 @@ def _sample_kernel(
             best, best_id = _take(x3, offs + 3 * STRIP, best, best_id)
         r0, r1, r2, r3 = n0, n1, n2, n3
 
-    value, token = argmax(tl.where(is_nan(seen), seen, best), best_id, 0)
+    best = tl.where(is_nan(seen), seen, best)
+    value = tl.max(best, axis=0)
+    token = tl.min(tl.where(best == value, best_id, vocab_size), axis=0)
     offset = row * tl.num_programs(1) + part
     tl.store(values_ptr + offset, value)
     tl.store(ids_ptr + offset, token)

@@ -14,14 +14,23 @@ INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 IMPLS = ["triton"] if INTERPRET else ["eager", "triton"] if torch.cuda.is_available() else ["eager"]
 
 
+ABOUT_COMPILED_CODE = ("ahead_of_time", "test_aot", "full_graph", "opcheck", "variant", "share_their_kernels")
+
+
 def pytest_collection_modifyitems(config, items):
-    """Leave tests marked `gpu` out where there is no GPU (deselected, so nothing is reported as skipped)."""
-    if torch.cuda.is_available():
-        return
-    gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if gpu:
-        config.hook.pytest_deselected(items=gpu)
-        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    """Leave out what cannot run here (deselected, so nothing is reported as skipped): tests marked `gpu` without a GPU,
+    and in the interpreter those of compiled code, which does not exist there.
+    """
+
+    def runs(item):
+        if INTERPRET and any(name in item.name for name in ABOUT_COMPILED_CODE):
+            return False
+        return torch.cuda.is_available() or not item.get_closest_marker("gpu")
+
+    left_out = [item for item in items if not runs(item)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if runs(item)]
 
 
 @pytest.fixture(params=IMPLS)

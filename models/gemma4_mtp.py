@@ -274,6 +274,9 @@ class MaskedEmbedding(nn.Module):
 
     def __init__(self, config: Gemma4MTPConfig, *, dtype=None, device=None) -> None:
         super().__init__()
+        top_k, most = config.centroid_top_k, config.num_centroids
+        if not 1 <= top_k <= most:
+            raise ValueError(f"centroid_intermediate_top_k: got {top_k}, needs 1 to num_centroids, {most}")
         self.centroids = Linear(config.hidden_size, config.num_centroids, dtype=dtype, device=device)
         self.register_buffer("token_ordering", torch.empty(config.vocab_size, dtype=torch.int64, device=device))
 

@@ -9,7 +9,9 @@ import contextlib
 import json
 import os
 import re
+import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
@@ -37,11 +39,11 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
-def _integer(least: int) -> Any:
+def _integer(least: int, most: int = 2**63 - 1) -> Any:
     def parse(text: str) -> int:
         value = int(text)
-        if not least <= value < 2**63:
-            raise argparse.ArgumentTypeError(f"got {value}, needs at least {least} and less than 2**63")
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"got {value}, needs {least} to {most}")
         return value
 
     parse.__name__ = "integer"
@@ -50,8 +52,8 @@ def _integer(least: int) -> Any:
 
 def _temperature(text: str) -> float:
     value = float(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"got {text}, needs 0 (greedy) or more")
+    if not 0 <= value <= 1e30:
+        raise argparse.ArgumentTypeError(f"got {text}, needs 0 (greedy) to 1e30")
     return value
 
 
@@ -69,7 +71,11 @@ def _parser() -> argparse.ArgumentParser:
     drafting = _Parser(add_help=False)
     drafting.add_argument("--max-new-tokens", type=_integer(1), default=128, metavar="N", help="default: 128")
     drafting.add_argument(
-        "--num-speculative-tokens", type=_integer(1), default=4, metavar="K", help="drafts a target pass (default: 4)"
+        "--num-speculative-tokens",
+        type=_integer(1, 64),
+        default=4,
+        metavar="K",
+        help="drafts a pass (default: 4)",
     )
 
     parser = _Parser(prog="tridraft", description=tridraft.__doc__)
@@ -130,6 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # checkpoints are directories; nothing is looked up
     stdout = sys.stdout
     try:
+        _on_interrupt(_leave)
         # Libraries print where they like; standard output holds the result alone.
         with contextlib.redirect_stdout(sys.stderr):
             arguments.run(arguments, stdout)
@@ -150,7 +157,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader has gone; keep the interpreter from flushing into the closed pipe at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())
         return 141
+    except OSError as error:
+        print(f"tridraft {arguments.command}: error: standard output: {error.strerror}", file=sys.stderr)
+        return 1
+    finally:
+        _on_interrupt(signal.default_int_handler)
     return 0
+
+
+def _on_interrupt(handler: Any) -> None:
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, handler)
+
+
+def _leave(*_: object) -> None:
+    """Ctrl-C while libraries and checkpoints load: an exception there may be taken for a missing module."""
+    sys.stderr.write("tridraft: interrupted\n")
+    sys.stderr.flush()
+    os._exit(130)
 
 
 @contextlib.contextmanager
@@ -160,6 +184,18 @@ def _usage_errors(*kinds: type[Exception]) -> Iterator[None]:
         yield
     except kinds as error:
         raise UsageError(" ".join(str(error).split())) from error
+
+
+@contextlib.contextmanager
+def _checkpoint_errors(directory: Path) -> Iterator[None]:
+    """The same for whatever a library makes of a checkpoint whose files do not fit each other."""
+    try:
+        yield
+    except Exception as error:
+        if type(error).__name__ == "OutOfMemoryError":
+            raise
+        line = " ".join(str(error).split()) or type(error).__name__
+        raise UsageError(line if str(directory) in line else f"{directory}: {line}") from error
 
 
 def _generate(arguments: argparse.Namespace, stdout: TextIO) -> None:
@@ -178,7 +214,7 @@ def _generate(arguments: argparse.Namespace, stdout: TextIO) -> None:
 
     from tridraft.speculator.request import Request  # noqa: PLC0415
 
-    prompts = arguments.prompt_ids or [tokenizer(text).input_ids for text in arguments.prompt]
+    prompts = arguments.prompt_ids or [_encode(tokenizer, text) for text in arguments.prompt]
     target = _load_target(arguments.target, dtype, device)
     _check_prompts(prompts, target)
     requests = [
@@ -214,7 +250,7 @@ def _demo(arguments: argparse.Namespace, stdout: TextIO) -> None:
     tokenizer = _tokenizer(pair / "target", required=True)
     # float32, in which a pass over one token and a pass over K + 1 agree to well below what parts two tokens.
     target = _load_target(pair / "target", torch.float32, device)
-    prompt = tokenizer(arguments.prompt).input_ids
+    prompt = _encode(tokenizer, arguments.prompt)
     _check_prompts([prompt], target)
     requests = [Request(prompt, arguments.max_new_tokens)]
     plain = _decoder(target, requests)
@@ -333,7 +369,7 @@ def _device(name: str) -> "torch.device":
     available = torch.cuda.is_available()
     if name == "auto":
         return torch.device("cuda" if available else "cpu")
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+    if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", name):
         raise UsageError(f"--device: got {name}, needs auto, cpu, cuda or cuda:N")
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
@@ -363,14 +399,22 @@ def _tokenizer(directory: Path, *, required: bool) -> Any:
         return None
     from transformers import AutoTokenizer  # noqa: PLC0415
 
-    with _usage_errors(ValueError, OSError, ImportError):
+    with _checkpoint_errors(directory):
         return AutoTokenizer.from_pretrained(directory)
+
+
+def _encode(tokenizer: Any, text: str) -> list[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UsageError("--prompt: is not valid UTF-8; give token ids with --prompt-ids") from None
+    return tokenizer(text).input_ids
 
 
 def _load_target(directory: Path, dtype: "torch.dtype", device: "torch.device") -> "HFTarget":
     from tridraft.models.hf_target import HFTarget  # noqa: PLC0415
 
-    with _usage_errors(ValueError, OSError, ImportError):
+    with _checkpoint_errors(directory):
         return HFTarget.from_pretrained(directory, dtype=dtype, device=device)
 
 
@@ -411,8 +455,8 @@ def _decoder(
             max_model_len=max_model_len,
             draft_sampling="probabilistic" if requests[0].temperature else "greedy",
         )
-        speculator = init_speculator(config)
-        with _usage_errors(ValueError, OSError, ImportError):
+        with _checkpoint_errors(draft):
+            speculator = init_speculator(config)
             speculator.load_model(target)
     return SpeculativeDecoder(
         target,
@@ -425,6 +469,7 @@ def _decoder(
 
 def _complete(decoder: "SpeculativeDecoder", requests: "Sequence[Request]") -> "list[Completion]":
     """Run the requests with a progress bar, if somebody is looking."""
+    _on_interrupt(signal.default_int_handler)
     if not sys.stderr.isatty():
         return decoder.generate(requests)
     from tqdm import tqdm  # noqa: PLC0415
@@ -441,6 +486,7 @@ def _stream(
     decoder: "SpeculativeDecoder", requests: "Sequence[Request]", tokenizer: Any, stdout: TextIO
 ) -> "Completion":
     """Run one request and write its text as it comes."""
+    _on_interrupt(signal.default_int_handler)
     ids: list[int] = []
     written = 0
 
@@ -491,7 +537,7 @@ def _stats(stats: "Statistics") -> dict[str, Any]:
 def _summary(stats: "Statistics") -> str:
     parts = [
         f"{stats.output_tokens} tokens in {stats.target_passes} target passes",
-        f"{stats.mean_accepted_length:.2f} tokens a pass",
+        f"{stats.mean_accepted_length:.2f} tokens a verify pass",
         f"{stats.total_seconds:.2f} s (drafting {stats.draft_seconds:.2f} s)",
     ]
     if stats.drafted:

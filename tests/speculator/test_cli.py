@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import tridraft
 from _tiny_gemma4 import save_random_pair
 from tridraft.speculator.cli import main
 from tridraft.speculator.decoder import SpeculativeDecoder
@@ -192,13 +193,16 @@ def test_a_long_answer_ends_at_the_targets_length(generate, tiny):
         (["--prompt-ids", "2,128"], "prompt 1 has the id 128; the target's are 0 to 127"),
         (["--prompt-ids", "2", "--prompt-ids", "-4"], "prompt 2 has the id -4; the target's are 0 to 127"),
         (["--prompt-ids", ",".join(["5"] * 512)], "prompt 1 has 512 tokens; the target takes 511: shorten it"),
-        (["--prompt-ids", "2", "--max-new-tokens", "0"], "--max-new-tokens: got 0, needs at least 1"),
-        (["--prompt-ids", "2", "--num-speculative-tokens", "0"], "--num-speculative-tokens: got 0, needs at least 1"),
+        (["--prompt-ids", "2", "--max-new-tokens", "0"], "--max-new-tokens: got 0, needs 1 to"),
+        (["--prompt-ids", "2", "--num-speculative-tokens", "1000"], "got 1000, needs 1 to 64"),
+        (["--prompt-ids", "2", "--temperature", "1e308"], "needs 0 (greedy) to 1e30"),
+        (["--prompt-ids", "2", "--device", "cuda:99999999999999999999"], "--device"),
+        (["--prompt-ids", "2", "--num-speculative-tokens", "0"], "--num-speculative-tokens: got 0, needs 1 to 64"),
         (["--prompt-ids", "2", "--num-speculative-tokens", "two"], "invalid integer value: 'two'"),
-        (["--prompt-ids", "2", "--temperature", "-1"], "--temperature: got -1, needs 0 (greedy) or more"),
-        (["--prompt-ids", "2", "--temperature", "nan"], "--temperature: got nan, needs 0 (greedy) or more"),
-        (["--prompt-ids", "2", "--seed", "-1"], "--seed: got -1, needs at least 0"),
-        (["--prompt-ids", "2", "--seed", str(2**63)], "less than 2**63"),
+        (["--prompt-ids", "2", "--temperature", "-1"], "--temperature: got -1, needs 0 (greedy) to 1e30"),
+        (["--prompt-ids", "2", "--temperature", "nan"], "--temperature: got nan, needs 0 (greedy) to 1e30"),
+        (["--prompt-ids", "2", "--seed", "-1"], "--seed: got -1, needs 0 to"),
+        (["--prompt-ids", "2", "--seed", str(2**63)], f"needs 0 to {2**63 - 1}"),
         (["--prompt-ids", "2", "--device", "tpu"], "--device: got tpu, needs auto, cpu, cuda or cuda:N"),
         (["--prompt-ids", "2", "--device", "cuda:99"], "--device: cuda:99 is not there"),
         (["--prompt-ids", "2", "--method", "eagle"], "argument --method: invalid choice: 'eagle'"),
@@ -254,6 +258,37 @@ def test_broken_directories_end_with_one_line(generate, directories, tmp_path, w
     assert out == ""
     assert err.count("\n") == 1
     assert message in err
+
+
+@pytest.mark.parametrize(
+    ("which", "changed", "message"),
+    [
+        ("target", {"hidden_size": 100}, "target"),
+        ("target", {"num_hidden_layers": 2}, "target"),
+        ("assistant", {"centroid_intermediate_top_k": 99}, "centroid_intermediate_top_k: got 99, needs 1 to"),
+    ],
+)
+def test_a_config_that_does_not_fit_ends_with_one_line(capsys, tmp_path, which, changed, message):
+    """Whatever `transformers` makes of it: its exceptions are of many kinds."""
+    pair = {name: tmp_path / name for name in ("target", "assistant")}
+    for name, directory in pair.items():
+        shutil.copytree(Path(tridraft.__file__).parent / "models" / "tiny_gemma4" / name, directory)
+    config = json.loads((pair[which] / "config.json").read_text())
+    (pair[which] / "config.json").write_text(json.dumps({**config, **changed}))
+    pair_flags = ["--target", str(pair["target"]), "--draft", str(pair["assistant"])]
+    assert main(["generate", *pair_flags, "--prompt-ids", "2", "--max-new-tokens", "2"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert message in err
+
+
+def test_a_prompt_that_is_not_utf8_ends_with_one_line(capsys):
+    assert main(["demo", "--prompt", "a\udcff"]) == 1
+    assert (
+        capsys.readouterr().err
+        == "tridraft demo: error: --prompt: is not valid UTF-8; give token ids with --prompt-ids\n"
+    )
 
 
 def test_a_mismatched_pair_ends_with_one_line(generate, tiny):
@@ -414,7 +449,7 @@ def test_demo_compares_with_plain_decoding(tiny, capsys, device):
     text = as_text(tiny("ordered").greedy([2, *map(ord, "ab")], NEW))
     assert main(arguments) == 0
     out = capsys.readouterr().out
-    assert out.startswith(f"ab{text}\n\nplain decoding  12 tokens in 12 target passes, 1.00 tokens a pass")
+    assert out.startswith(f"ab{text}\n\nplain decoding  12 tokens in 12 target passes, 1.00 tokens a verify pass")
     assert "\nwith drafts     12 tokens in " in out
     assert out.endswith("same text       yes\n")
     assert main([*arguments, "--output", "json"]) == 0

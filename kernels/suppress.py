@@ -104,7 +104,7 @@ def _suppress_tokens(logits: Tensor, token_ids: Tensor, triton: bool) -> None:
     if triton:
         _launch_suppress(logits, token_ids)
     else:
-        logits.index_fill_(1, token_ids, float("-inf"))
+        logits.copy_(suppress_tokens_reference(logits, token_ids))
 
 
 def check_suppress_ids(suppress_ids: Tensor | None, device: torch.device) -> Tensor | None:

@@ -86,6 +86,7 @@ def test_refusals_name_the_argument():
 
 
 @pytest.mark.parametrize("x", [torch.randn(3, 16), torch.randn(2, 40)[:, 3:35]], ids=["contiguous", "view"])
+@pytest.mark.compiled
 def test_opcheck(x, device):
     out = torch.zeros(x.shape[0], x.shape[1] // 2, device=device)
     for activation in ACTIVATIONS:
@@ -93,6 +94,7 @@ def test_opcheck(x, device):
         torch.library.opcheck(torch.ops.tridraft.gated_act.default, args)
 
 
+@pytest.mark.compiled
 def test_compiles_into_a_full_graph(device, monkeypatch):
     monkeypatch.undo()  # Dynamo cannot trace a poisoned torch.empty
 
@@ -110,7 +112,7 @@ def test_config():
         assert config.block == 256 * config.num_warps
 
 
-@pytest.mark.skipif(INTERPRET, reason="compiled kernels do not exist in the interpreter")
+@pytest.mark.compiled
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("target", TARGETS)

@@ -407,6 +407,7 @@ def test_refusals_name_the_argument():
 
 @pytest.mark.parametrize("layout", ["apart", "packed"])
 @pytest.mark.parametrize("lengths", [[(1, 5), (2, 9)], [(18, 20)]])
+@pytest.mark.compiled
 def test_opcheck(lengths, layout, device):
     batch = new_batch(lengths, head_dim=32, layout=layout, device=device)
     scales = torch.ones(1, device=device), None
@@ -414,6 +415,7 @@ def test_opcheck(lengths, layout, device):
     torch.library.opcheck(torch.ops.tridraft.paged_attention.default, (*batch.tensors, *scales, *settings))
 
 
+@pytest.mark.compiled
 def test_compiles_into_a_full_graph(device, monkeypatch):
     batch = new_batch([(1, 5), (2, 9)], head_dim=32, device=device)
     monkeypatch.undo()  # Dynamo cannot trace a poisoned torch.empty
@@ -494,7 +496,7 @@ def variants(batch_size: int, window: int | None) -> set[tuple]:
     return keys
 
 
-@pytest.mark.skipif(INTERPRET, reason="compiled kernels do not exist in the interpreter")
+@pytest.mark.compiled
 @pytest.mark.parametrize("window", [None, 64])
 def test_few_variants_serve_all_batch_sizes(window):
     """One size may have another rung than the next, but there are few rungs."""
@@ -502,7 +504,7 @@ def test_few_variants_serve_all_batch_sizes(window):
     assert len(everything) <= 24
 
 
-@pytest.mark.skipif(INTERPRET, reason="compiled kernels do not exist in the interpreter")
+@pytest.mark.compiled
 @pytest.mark.parametrize(
     ("kernel", "head_dim", "num_heads", "kv_dtype", "max_query_len", "options"),
     [

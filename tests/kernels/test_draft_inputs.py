@@ -7,7 +7,6 @@ import torch
 
 from _aot import TARGETS, assert_compiles
 from _variants import variants
-from conftest import INTERPRET
 from tridraft.kernels._draft_inputs_kernels import row_launch, token_launch
 from tridraft.kernels.draft_inputs import (
     compute_slot_mapping,
@@ -17,8 +16,6 @@ from tridraft.kernels.draft_inputs import (
 )
 
 GARBAGE = 77777
-
-compiled_only = pytest.mark.skipif(INTERPRET, reason="compiled kernels do not exist in the interpreter")
 
 
 @pytest.fixture
@@ -442,6 +439,7 @@ def every_operation(device, hidden_size=32, dtype=torch.float32, num_reqs=3):
 
 
 @pytest.mark.parametrize("hidden_size", [16, 40])
+@pytest.mark.compiled
 def test_opcheck(hidden_size, device, monkeypatch):
     monkeypatch.undo()  # Dynamo would remember the poisoned torch.empty
     ops, triton = torch.ops.tridraft, device.type == "cuda"
@@ -465,6 +463,7 @@ def test_opcheck(hidden_size, device, monkeypatch):
     torch.library.opcheck(ops.compute_slot_mapping.default, args)
 
 
+@pytest.mark.compiled
 def test_compiles_into_a_full_graph(device, monkeypatch):
     monkeypatch.undo()  # Dynamo cannot trace a poisoned torch.empty
     call, _, _, expected = every_operation(device)
@@ -487,14 +486,14 @@ def test_launches():
         assert launch.num_warps <= 4
 
 
-@compiled_only
+@pytest.mark.compiled
 def test_the_batch_reaches_no_variant():
     alone = variants(every_operation(torch.device("cpu"), num_reqs=1)[0])
     for num_reqs in (2, 16, 33, 64):
         assert variants(every_operation(torch.device("cpu"), num_reqs=num_reqs)[0]) == alone
 
 
-@compiled_only
+@pytest.mark.compiled
 @pytest.mark.parametrize("target", TARGETS)
 def test_compiles_ahead_of_time(target):
     assert_compiles(every_operation(torch.device("cpu"), 256, torch.bfloat16)[0], target)

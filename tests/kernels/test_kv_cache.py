@@ -360,6 +360,7 @@ def test_refusals_name_the_argument():
 
 @pytest.mark.parametrize("layout", ["pool", "head-major"])
 @pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.compiled
 def test_opcheck(layout, heads, device):
     k_cache, v_cache, _ = make_cache(layout, 2, 4, heads, 16, torch.float32, device)
     q, k = torch.randn(3, 4, 16, device=device), torch.randn(3, heads, 20, device=device)[..., 2:18]
@@ -375,6 +376,7 @@ def test_opcheck(layout, heads, device):
     torch.library.opcheck(torch.ops.tridraft.qk_norm_rope.default, args)
 
 
+@pytest.mark.compiled
 def test_compiles_into_a_full_graph(device, monkeypatch):
     monkeypatch.undo()  # Dynamo cannot trace a poisoned torch.empty
     positions, slots = torch.tensor([3, 4], device=device), torch.tensor([1, -1], device=device)
@@ -407,7 +409,7 @@ def test_configs():
 FP8_NEEDS = "k_cache: got float8_e4m3fn on sm_80, needs sm_89"
 
 
-@pytest.mark.skipif(INTERPRET, reason="compiled kernels do not exist in the interpreter")
+@pytest.mark.compiled
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, FP8], ids=str)
 @pytest.mark.parametrize("target", TARGETS)
 def test_compiles_ahead_of_time(target, cache_dtype):
@@ -432,7 +434,7 @@ def test_compiles_ahead_of_time(target, cache_dtype):
     assert_compiles(lambda: call(16, 8, 96, 24, qk_norm=False), target)
 
 
-@pytest.mark.skipif(INTERPRET, reason="compiled kernels do not exist in the interpreter")
+@pytest.mark.compiled
 @pytest.mark.parametrize("target", TARGETS)
 def test_q_alone_compiles_ahead_of_time(target):
     for head_dim, dtype in ((256, torch.bfloat16), (512, torch.float32)):

@@ -267,6 +267,7 @@ def test_fp8_is_refused_where_it_does_not_exist():
 
 
 @pytest.mark.parametrize("hidden", [torch.randn(2, 16), torch.randn(3, 40)[:, 3:35]], ids=["contiguous", "view"])
+@pytest.mark.compiled
 def test_opcheck(hidden, device, monkeypatch):
     monkeypatch.undo()  # Dynamo would remember a poisoned torch.empty
     rows, hidden_size = hidden.shape
@@ -280,6 +281,7 @@ def test_opcheck(hidden, device, monkeypatch):
         torch.library.opcheck(torch.ops.tridraft.lm_head_sample.default, args)
 
 
+@pytest.mark.compiled
 def test_compiles_into_a_full_graph(device, monkeypatch):
     monkeypatch.undo()  # Dynamo cannot trace a poisoned torch.empty
 
@@ -300,7 +302,7 @@ AOT = [  # rows, H, hidden dtype, weight dtype, with everything optional
 ]
 
 
-@pytest.mark.skipif(INTERPRET, reason="compiled kernels do not exist in the interpreter")
+@pytest.mark.compiled
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(("rows", "hidden_size", "dtype", "weight_dtype", "optional"), AOT, ids=str)
 def test_aot(rows, hidden_size, dtype, weight_dtype, optional, target):

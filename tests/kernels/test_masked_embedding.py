@@ -24,8 +24,6 @@ DTYPES = [torch.float32, torch.float16] + ([] if INTERPRET else [torch.bfloat16]
 # N, H, C, V, top_k: one tile a centroid, three of them (the last in part), every centroid, one candidate a centroid
 SHAPES = [(1, 16, 8, 32, 2), (3, 40, 12, 480, 3), (2, 32, 4, 80, 4), (2, 64, 40, 40, 1)]
 
-compiled_only = pytest.mark.skipif(INTERPRET, reason="compiled kernels do not exist in the interpreter")
-
 
 @pytest.fixture(params=["by row", "by centroid"])
 def order(request, monkeypatch):
@@ -284,7 +282,7 @@ def test_refusals_name_the_argument():
         masked_embedding_logits(hidden, centroids, token_ordering, weight, 2, suppress_ids=torch.zeros(1).int())
 
 
-@compiled_only
+@pytest.mark.compiled
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
 def test_opcheck(shape, device, monkeypatch):
     monkeypatch.undo()  # Dynamo would remember the poisoned torch.empty
@@ -301,7 +299,7 @@ def test_opcheck(shape, device, monkeypatch):
         torch.library.opcheck(torch.ops.tridraft.masked_embedding_logits.default, args)
 
 
-@compiled_only
+@pytest.mark.compiled
 def test_compiles_into_a_full_graph(device, monkeypatch):
     monkeypatch.undo()  # Dynamo cannot trace a poisoned torch.empty
     tensors, rows = model(device, 3, 16, 8, 32), rows_of(device, 3, 1.0)
@@ -324,7 +322,7 @@ def test_launch_ladder():
         assert masked_embedding_launch(4, 16, 64, 4, arch).tile == 16  # the smallest of a dot
 
 
-@compiled_only
+@pytest.mark.compiled
 def test_the_batch_reaches_no_variant():
     """One set of kernels for one row, for a few, by centroid, and with many rows' scores."""
     centroids, token_ordering = torch.zeros(2048, 256), torch.zeros(262144).long()
@@ -337,7 +335,7 @@ def test_the_batch_reaches_no_variant():
         assert len(found) == num_kernels
 
 
-@compiled_only
+@pytest.mark.compiled
 @pytest.mark.parametrize(
     ("target", "num_rows", "dtype"),
     [

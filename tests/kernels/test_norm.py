@@ -150,6 +150,7 @@ def test_refusals_name_the_argument():
 
 
 @pytest.mark.parametrize("x", [torch.randn(3, 16), torch.randn(2, 40)[:, 3:35]], ids=["contiguous", "view"])
+@pytest.mark.compiled
 def test_opcheck(x, device):
     x = x.to(device)
     size = x.shape[-1]
@@ -162,6 +163,7 @@ def test_opcheck(x, device):
         torch.library.opcheck(torch.ops.tridraft.add_rms_norm.default, args)
 
 
+@pytest.mark.compiled
 def test_compiles_into_a_full_graph(device, monkeypatch):
     monkeypatch.undo()  # Dynamo cannot trace a poisoned torch.empty
 
@@ -184,7 +186,7 @@ def test_config_keeps_a_row_in_registers():
             assert threads <= 1024
 
 
-@pytest.mark.skipif(INTERPRET, reason="compiled kernels do not exist in the interpreter")
+@pytest.mark.compiled
 @pytest.mark.parametrize(("hidden", "dtype"), [(256, torch.bfloat16), (5376, torch.bfloat16), (1000, torch.float32)])
 @pytest.mark.parametrize("target", TARGETS)
 def test_compiles_ahead_of_time(target, hidden, dtype):

@@ -22,8 +22,6 @@ DRAWS = 20000
 # Statistics need more draws than the interpreter makes; there the kernel is compared with the definition exactly.
 drawn = pytest.mark.parametrize("impl", ["eager", *(["triton"] if torch.cuda.is_available() else [])])
 
-compiled_only = pytest.mark.skipif(INTERPRET, reason="compiled kernels do not exist in the interpreter")
-
 
 @pytest.fixture
 def small_blocks(monkeypatch):
@@ -405,7 +403,7 @@ def test_refusals_name_the_argument():
         rejection_sample(torch.zeros(3, 0), drafts, **rows)
 
 
-@compiled_only
+@pytest.mark.compiled
 @pytest.mark.parametrize("with_logits", [False, True])
 def test_opcheck(with_logits, device, monkeypatch):
     monkeypatch.undo()  # Dynamo would remember the poisoned torch.empty
@@ -424,7 +422,7 @@ def test_opcheck(with_logits, device, monkeypatch):
     torch.library.opcheck(torch.ops.tridraft.rejection_sample.default, args)
 
 
-@compiled_only
+@pytest.mark.compiled
 def test_compiles_into_a_full_graph(device, monkeypatch):
     monkeypatch.undo()  # Dynamo cannot trace a poisoned torch.empty
     target, drafts, rows, draft_logits = ragged(device, 20)
@@ -451,7 +449,7 @@ def test_launch_ladder():
     assert rejection_launch(262144).draw_blocks(262144) == 64
 
 
-@compiled_only
+@pytest.mark.compiled
 def test_the_batch_reaches_no_variant():
     found = set()
     for num_reqs in (1, 2, 16, 33, 64):
@@ -461,7 +459,7 @@ def test_the_batch_reaches_no_variant():
     assert len(found) == 2
 
 
-@compiled_only
+@pytest.mark.compiled
 @pytest.mark.parametrize(
     ("vocab_size", "num_drafts", "dtype", "with_logits"),
     [

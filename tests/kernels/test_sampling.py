@@ -337,6 +337,7 @@ def test_bad_arguments_are_named(change, error, message):
 
 
 @pytest.mark.parametrize("logits", [torch.randn(2, 16), torch.randn(3, 40)[:, 3:35]], ids=["contiguous", "view"])
+@pytest.mark.compiled
 def test_opcheck(logits, device, monkeypatch):
     monkeypatch.undo()  # Dynamo would remember a poisoned torch.empty
     rows, vocab_size = logits.shape
@@ -356,6 +357,7 @@ def test_opcheck(logits, device, monkeypatch):
         torch.library.opcheck(torch.ops.tridraft.draft_sample.default, args)
 
 
+@pytest.mark.compiled
 def test_compiles_into_a_full_graph(device, monkeypatch):
     monkeypatch.undo()  # Dynamo cannot trace a poisoned torch.empty
 
@@ -367,7 +369,7 @@ def test_compiles_into_a_full_graph(device, monkeypatch):
     assert torch.equal(torch.compile(step, fullgraph=True, backend="aot_eager")(*args), step(*args))
 
 
-@pytest.mark.skipif(INTERPRET, reason="compiled kernels do not exist in the interpreter")
+@pytest.mark.compiled
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
     ("rows", "dtype", "optional"),
@@ -410,7 +412,7 @@ def test_ladder(target):
                 assert rows * parts >= 64
 
 
-@pytest.mark.skipif(INTERPRET, reason="compiled kernels do not exist in the interpreter")
+@pytest.mark.compiled
 def test_batch_sizes_share_their_kernels():
     variants = set()
     for rows in range(1, 65):

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from _aot import TARGETS, assert_compiles
-from conftest import INTERPRET
 from tridraft.kernels.suppress import make_suppress_ids, suppress_tokens_
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -69,11 +68,13 @@ def test_bad_arguments_are_named(change, error, message):
 
 
 @pytest.mark.parametrize("logits", [torch.zeros(3, 16), torch.zeros(2, 40)[:, 3:35]], ids=["contiguous", "view"])
+@pytest.mark.compiled
 def test_opcheck(logits, device):
     args = (logits.to(device), torch.tensor([1, 5], device=device), device.type == "cuda")
     torch.library.opcheck(torch.ops.tridraft.suppress_tokens_.default, args)
 
 
+@pytest.mark.compiled
 def test_compiles_into_a_full_graph(device, monkeypatch):
     monkeypatch.undo()  # Dynamo cannot trace a poisoned torch.empty
 
@@ -85,7 +86,7 @@ def test_compiles_into_a_full_graph(device, monkeypatch):
     assert torch.equal(compiled(logits, ids), masked(logits, ids))
 
 
-@pytest.mark.skipif(INTERPRET, reason="compiled kernels do not exist in the interpreter")
+@pytest.mark.compiled
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_aot(dtype, target):

@@ -131,6 +131,7 @@ class HFTarget:
         kv_index: for each layer, the index in `kv_specs` of the keys it reads; layers may share.
         embed_weight: [V, H].
         embed_scale: what the embedding's rows are multiplied by, rounded to the weight's dtype.
+        lm_head_weight: [V, H], rows that score the final hidden state.
         suppress_ids: ids the target never generates, as a device tensor; None when there are none.
         eos_token_ids: ids that end a text.
     """
@@ -154,6 +155,7 @@ class HFTarget:
         embedding = model.get_input_embeddings()
         self.embed_weight: Tensor = embedding.weight.detach()
         self.embed_scale = _embed_scale(embedding)
+        self.lm_head_weight: Tensor = model.get_output_embeddings().weight.detach()
         self.device, self.dtype = self.embed_weight.device, self.embed_weight.dtype
 
         generation = model.generation_config if generation_config is None else generation_config

@@ -1,94 +1,463 @@
-"""Drafting token by token, every step at one place.
+"""Drafting token by token, on the device from the verified tokens to the last draft.
 
-With keys 0 … P−1 computed and x_P sampled, a drafter that owns no keys asks K times about the same P keys; only the
-token and the hidden state move from step to step:
+With keys 0 … P−1 computed and x_P sampled, K drafts x_{P+1} … x_{P+K} are made in K steps. Two kinds of drafter:
 
-    x_{P+1+s}, h_{s+1} = draft(x_{P+s}, h_s, keys 0 … P−1)        s = 0 … K−1,   h_0 = the target's hidden state at P−1
+One that owns keys (EAGLE, MTP) pairs each token with the hidden state before it. Its step 0, the *prefill*, runs over
+all tokens of the target's pass, shifted by one, and so brings its keys 0 … P−1 in step with the target's; rejected
+tokens stay in the batch as padding, so its shape is the target's. The others are *decode* steps of one row a request:
 
-A request is one row, the last accepted one. No token of the prompt and no rejected position is run through the
-draft model, and nothing is written to the cache.
+    d_0, g_0 = draft(x_{i+1}, h_i)  at positions i of the pass; the last accepted row, i = P−1, gives d_0
+    d_s, g_s = draft(d_{s−1}, g_{s−1})  at position P−1+s                                      s = 1 … K−1
+
+One that owns none (Gemma 4) reads the target's, so its step 0 is a decode step too: one row a request, no token of a
+prompt and no rejected one is ever run through it, nothing is written, and every step stands at the same position:
+
+    d_s, g_s = draft(d_{s−1}, g_{s−1})  over keys 0 … P−1      s = 0 … K−1,  d_{−1} = x_P,  g_{−1} = h_{P−1}
+
+All of a call's work on the device is a function of its sizes (`Bucket`) alone: `_decode` and `_prefill` read and write
+buffers of this object, and a captured graph is one of them with one size.
 """
 
 from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from tridraft.kernels.draft_inputs import prepare_decode_inputs
-from tridraft.models.paged import AttentionBatch
+from tridraft.kernels.draft_inputs import (
+    compute_slot_mapping,
+    prepare_decode_inputs,
+    prepare_prefill_inputs,
+    update_draft_inputs,
+)
+from tridraft.models.hf_target import HFTarget
+from tridraft.models.paged import AttentionBatch, LayerKV
 from tridraft.speculator.base import DraftModelSpeculator
-from tridraft.speculator.batch import InputBatch, SamplingState, VerifyResult
+from tridraft.speculator.batch import InputBatch, Multimodal, SamplingState, VerifyResult
+from tridraft.speculator.cudagraph import (
+    Bucket,
+    CUDAGraphMode,
+    DecodeSpeculatorCudaGraphManager,
+    PrefillSpeculatorCudaGraphManager,
+    capture_graphs,
+)
+from tridraft.speculator.kv_cache import KVCache
+
+
+@dataclass(frozen=True)
+class StepBuffers:
+    """What a draft step reads, one row a request.
+
+    Attributes:
+        query_start_loc: `[R + 1]` int32, 0 … R.
+        input_ids: `[R]`.
+        positions: `[R]`, rotary.
+        seq_lens: `[R]` int32.
+        hidden: `[R, H]`.
+        slot_mapping: `[R]`, where the step's keys go.
+        sampling_positions: `[K, R]`, the position before each draft, which keys its random draw.
+    """
+
+    query_start_loc: Tensor
+    input_ids: Tensor
+    positions: Tensor
+    seq_lens: Tensor
+    hidden: Tensor
+    slot_mapping: Tensor
+    sampling_positions: Tensor
+
+
+@dataclass(frozen=True)
+class PrefillBuffers:
+    """What draft step 0 of a drafter that owns keys reads, one row a token of the target's pass.
+
+    Attributes:
+        input_ids: `[T]`, each row's following token.
+        positions: `[T]`.
+        hidden: `[T, H]`, the target's.
+        slot_mapping: `[T]`.
+        last_token_indices: `[R]`, each request's last accepted row.
+        inputs_embeds: `[T, H]`, of a multimodal pass.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    hidden: Tensor
+    slot_mapping: Tensor
+    last_token_indices: Tensor
+    inputs_embeds: Tensor
 
 
 class AutoRegressiveSpeculator(DraftModelSpeculator):
-    """The loop over draft steps. A subclass brings the model, its forward step and its sampler."""
+    """The loop over draft steps. A subclass brings the model and says what kind of drafter it is.
+
+    Attributes:
+        writes_draft_kv: whether the drafter owns keys, and so has a prefill.
+        advance_draft_positions: whether positions and lengths move from step to step.
+        model_returns_tuple: whether `run_model` returns what the head reads and what the next step reads apart, or
+            one tensor for both.
+    """
+
+    writes_draft_kv: ClassVar[bool] = True
+    advance_draft_positions: ClassVar[bool] = True
+    model_returns_tuple: ClassVar[bool] = True
+
+    step: StepBuffers
+    prefill: PrefillBuffers
+
+    @property
+    def recurrent_size(self) -> int:
+        """H, the width of the hidden state that one step hands to the next."""
+        return self.model.hidden_size
 
     @abstractmethod
-    def run_model(self, input_ids: Tensor, positions: Tensor, hidden: Tensor, batch: AttentionBatch) -> Tensor:
-        """One step of the draft model: the hidden state its head reads, and the next step's `hidden` in place.
-
-        Args:
-            input_ids: `[R]`, each request's newest token.
-            positions: `[R]`, rotary positions.
-            hidden: `[R, H]`, read, then overwritten with what the next step reads.
-            batch: one query a request.
-        """
-
-    @abstractmethod
-    def sample_draft(
+    def run_model(
         self,
-        draft_hidden: Tensor,
-        idx_mapping: Tensor,
-        sampling: SamplingState,
+        input_ids: Tensor,
         positions: Tensor,
+        hidden: Tensor,
+        batch: AttentionBatch,
         step: int,
-        out: Tensor,
-    ) -> None:
-        """Sample one token a row into `out`, and record its logits as step `step` where drafts are sampled.
+        inputs_embeds: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor] | Tensor:
+        """One pass of the draft model: what its head reads `[T, d]` and what the next step reads `[T, H]`.
 
         Args:
-            draft_hidden: `[R, d]`, what `run_model` returned.
-            idx_mapping: `[R]`, slots.
-            sampling: temperature and seed of each slot.
-            positions: `[R]`, the position before each sampled token, which keys its random draw.
+            input_ids: `[T]`, each row's newest token.
+            positions: `[T]`, rotary positions.
+            hidden: `[T, H]`; may be overwritten with the second result.
+            batch: how rows belong to requests.
             step: the draft step, 0 … K−1.
-            out: `[R]` int64.
+            inputs_embeds: `[T, H]` instead of the embeddings of `input_ids`.
         """
 
-    def propose(self, batch: InputBatch, verify: VerifyResult, sampling: SamplingState, hidden: Tensor) -> Tensor:
-        reqs = batch.num_reqs
-        positions, seq_lens, recurrent = self.positions[:reqs], self.seq_lens[:reqs], self.hidden[:reqs]
-        tokens = self.input_ids[:reqs]
+    def combine_hidden_states(self, hidden: Tensor) -> Tensor:
+        """From what `propose` took `[T, ·]` to the hidden states of draft step 0 `[T, H]`."""
+        return hidden
+
+    def sample_draft(self, draft_hidden: Tensor, idx_mapping: Tensor, positions: Tensor, step: int) -> Tensor:
+        """Sample step `step`'s token of each row into `drafts[step]`, and keep its logits where drafts are sampled.
+
+        Args:
+            draft_hidden: `[R, d]`, the first result of `run_model`.
+            idx_mapping: `[R]`, slots.
+            positions: `[R]`, the position before each sampled token.
+            step: 0 … K−1.
+        """
+        sampling = self.passed.sampling
+        return self.model.sample(
+            draft_hidden,
+            idx_mapping,
+            sampling.temperature,
+            sampling.seeds,
+            positions,
+            draft_logits_out=self.draft_logits,
+            draft_step=None if self.draft_logits is None else self.steps[step],
+            out=self.drafts[step, : idx_mapping.shape[0]],
+        )
+
+    def load_model(self, target: HFTarget) -> None:
+        super().load_model(target)
+        config, dtype = self.config, target.dtype
+        if self.writes_draft_kv:
+            self.kv_specs, self.aux_layers = self.model.kv_specs, self.model.aux_layers
+            end = self.model.max_position_embeddings
+            if end is not None and config.max_model_len > end:
+                raise ValueError(f"max_model_len: got {config.max_model_len}, the draft model ends at {end} tokens")
+        reqs = config.max_num_reqs
+        self.step = StepBuffers(
+            query_start_loc=torch.arange(reqs + 1, dtype=torch.int32, device=target.device),
+            input_ids=self.zeros(reqs),
+            positions=self.zeros(reqs),
+            seq_lens=self.zeros(reqs, dtype=torch.int32),
+            hidden=self.zeros(reqs, self.recurrent_size, dtype=dtype),
+            slot_mapping=self.zeros(reqs) - 1,
+            sampling_positions=self.zeros(self.num_speculative_tokens, reqs),
+        )
+        if self.writes_draft_kv:
+            tokens = config.max_num_batched_tokens
+            self.prefill = PrefillBuffers(
+                input_ids=self.zeros(tokens),
+                positions=self.zeros(tokens),
+                hidden=self.zeros(tokens, max(len(self.aux_layers), 1) * target.hidden_size, dtype=dtype),
+                slot_mapping=self.zeros(tokens) - 1,
+                last_token_indices=self.zeros(reqs),
+                inputs_embeds=self.zeros(tokens, target.hidden_size, dtype=dtype),
+            )
+
+    def set_kv_cache(self, kv: KVCache) -> None:
+        super().set_kv_cache(kv)
+        self.layers = self.kv_layers(kv)
+        self.groups = sorted({layer.group for layer in self.layers})
+        if self.writes_draft_kv:
+            if len(self.groups) != 1:
+                raise ValueError(f"kv: the drafter's layers are in {len(self.groups)} groups, needs one kind of layer")
+            self.group = self.groups[0]
+        self.init_cudagraph_manager()
+
+    def kv_layers(self, kv: KVCache) -> list[LayerKV]:
+        """The cache of each draft layer: its own, behind the target's."""
+        return kv.layers[len(self.target.kv_specs) :]
+
+    def init_cudagraph_manager(self) -> None:
+        """Decide what `capture` is to record; drops what was recorded before."""
+        config, device = self.config, self.target.device
+        mode = config.cudagraph_mode if device.type == "cuda" else CUDAGraphMode.NONE
+        steps = config.cudagraph_num_steps or (self.num_speculative_tokens,)
+        decodes = mode.decode_mode() is CUDAGraphMode.FULL
+        reqs, first = config.max_num_reqs, int(self.writes_draft_kv)
+        self.decode_graphs = DecodeSpeculatorCudaGraphManager(
+            self._decode, device, max_num_reqs=reqs, num_steps=[count for count in steps if decodes and count > first]
+        )
+        self.verify_graphs = PrefillSpeculatorCudaGraphManager.of_verify(
+            self._prefill_and_decode,
+            device,
+            max_num_reqs=reqs,
+            max_query_len=self.num_speculative_tokens + 1,
+            num_steps=steps if decodes and self.writes_draft_kv else (),
+        )
+        mixed = mode.mixed_mode() is CUDAGraphMode.FULL and self.writes_draft_kv
+        self.mixed_graphs = PrefillSpeculatorCudaGraphManager.of_mixed(
+            self._prefill,
+            device,
+            max_num_reqs=reqs,
+            max_num_tokens=config.max_num_batched_tokens,
+            num_steps={min(count, 1) for count in steps} if mixed else (),
+        )
+
+    def capture(self) -> None:
+        passed, step = self.passed, self.step
+        for buffer in (passed.query_start_loc, passed.seq_lens, passed.num_rejected, step.seq_lens):
+            buffer.zero_()
+        passed.idx_mapping.fill_(-1)  # warming up runs over padding and writes no key
+        managers = (self.mixed_graphs, self.verify_graphs, self.decode_graphs)
+        with torch.no_grad():
+            capture_graphs(managers, self.target.device)
+
+    @torch.no_grad()
+    def propose(
+        self,
+        batch: InputBatch,
+        verify: VerifyResult,
+        sampling: SamplingState,
+        hidden: Tensor,
+        *,
+        num_speculative_tokens: int | None = None,
+        multimodal: Multimodal | None = None,
+    ) -> Tensor:
+        most = self.num_speculative_tokens
+        steps = most if num_speculative_tokens is None else num_speculative_tokens
+        if not 0 <= steps <= most:
+            raise ValueError(f"num_speculative_tokens: got {steps}, needs 0 to {most}")
+        if batch.num_reqs > self.config.max_num_reqs:
+            raise ValueError(f"batch: got {batch.num_reqs} requests, max_num_reqs is {self.config.max_num_reqs}")
+        self._check_tokens(batch, hidden)
+        if not self.writes_draft_kv:
+            multimodal = None  # its one row a request is the newest token, which is text
+        wanted = Bucket(batch.num_tokens, batch.num_reqs, batch.max_query_len, steps)
+        wanted, eager = self.agree(wanted, eager=multimodal is not None)
+        if self.writes_draft_kv:
+            self.stage(batch, verify, sampling)
+            self._run_owning(batch, verify, hidden, multimodal, wanted, eager)
+        elif wanted.num_steps:
+            self.stage(batch, verify, sampling)
+            self._run_reading(verify, hidden, wanted, eager)
+        return self.drafts[:steps, : batch.num_reqs].t()
+
+    def _check_tokens(self, batch: InputBatch, hidden: Tensor) -> None:
+        if not self.writes_draft_kv:
+            return
+        most = self.config.max_num_batched_tokens
+        if batch.num_tokens > most:
+            raise ValueError(f"batch: got {batch.num_tokens} tokens, max_num_batched_tokens is {most}")
+        shape = (batch.num_tokens, self.prefill.hidden.shape[1])
+        if tuple(hidden.shape) != shape:
+            raise ValueError(f"hidden: got shape {list(hidden.shape)}, needs {list(shape)}")
+
+    def _run_reading(self, verify: VerifyResult, hidden: Tensor, wanted: Bucket, eager: bool) -> None:
+        """Every step of a drafter that owns no keys, from each request's last accepted row of `hidden`."""
+        wanted = Bucket(wanted.num_reqs, wanted.num_reqs, 1, wanted.num_steps)
+        graph = None if eager else self.decode_graphs.find(wanted)
+        bucket = graph or wanted
+        reqs, passed, step = bucket.num_reqs, self.passed, self.step
         prepare_decode_inputs(
             hidden,
-            batch.query_start_loc,
-            batch.seq_lens,
-            batch.idx_mapping,
-            verify.num_rejected,
-            tokens=None,
+            passed.query_start_loc[: reqs + 1],
+            passed.seq_lens[:reqs],
+            passed.idx_mapping[:reqs],
+            passed.num_rejected[:reqs],
             last_sampled=verify.last_sampled,
             next_prefill_tokens=verify.next_prefill_tokens,
-            num_sampled=verify.num_sampled,
+            num_sampled=passed.num_sampled[:reqs],
             advance_positions=False,
             draft_position=self.config.draft_position,
             max_model_len=self.config.max_model_len,
-            input_ids=tokens,
-            positions=positions,
-            out_seq_lens=seq_lens,
-            out_hidden=recurrent,
+            input_ids=step.input_ids[:reqs],
+            positions=step.positions[:reqs],
+            out_seq_lens=step.seq_lens[:reqs],
+            out_hidden=step.hidden[:reqs],
         )
-        # Draft s comes after token P + s, wherever its query stands.
-        keys = self.sampling_positions[:, :reqs]
-        torch.add(seq_lens, self.steps[:, None], out=keys)
-        attention = AttentionBatch(
-            query_start_loc=self.query_start_loc[: reqs + 1],
-            seq_lens=seq_lens,
-            block_tables=self.kv.block_tables(batch.idx_mapping, [table[:reqs] for table in self.block_tables]),
-            slot_mappings=None,
-            max_query_len=1,
+        if graph:
+            self.decode_graphs.replay(graph)
+        else:
+            self._decode(bucket)
+
+    def _run_owning(
+        self,
+        batch: InputBatch,
+        verify: VerifyResult,
+        hidden: Tensor,
+        multimodal: Multimodal | None,
+        wanted: Bucket,
+        eager: bool,
+    ) -> None:
+        """Step 0 over the whole pass, then the others: one graph for verify batches, two calls for mixed ones."""
+        whole = None if eager else self.verify_graphs.find(wanted)
+        if whole:
+            self._stage_tokens(batch, verify, hidden, whole)
+            self.verify_graphs.replay(whole)
+            return
+        rest = Bucket(wanted.num_reqs, wanted.num_reqs, 1, wanted.num_steps)
+        decode_graph = None if eager else self.decode_graphs.find(rest)
+        rest = decode_graph or rest
+        # The prefill leaves a row for each one the decode steps read.
+        first = Bucket(wanted.num_tokens, rest.num_reqs, wanted.max_query_len, min(wanted.num_steps, 1))
+        mixed_graph = None if eager else self.mixed_graphs.find(first)
+        first = mixed_graph or first
+        self._stage_tokens(batch, verify, hidden, first)
+        if mixed_graph:
+            self.mixed_graphs.replay(mixed_graph)
+        else:
+            self._prefill(first, None if multimodal is None else self._merge(batch, multimodal, first))
+        if wanted.num_steps > 1:
+            if decode_graph:
+                self.decode_graphs.replay(decode_graph)
+            else:
+                self._decode(rest)
+
+    def _stage_tokens(self, batch: InputBatch, verify: VerifyResult, hidden: Tensor, bucket: Bucket) -> None:
+        tokens, reqs, passed, prefill = bucket.num_tokens, bucket.num_reqs, self.passed, self.prefill
+        prefill.hidden[: batch.num_tokens].copy_(hidden)
+        prepare_prefill_inputs(
+            batch.input_ids,
+            batch.positions,
+            passed.query_start_loc[: reqs + 1],
+            passed.idx_mapping[:reqs],
+            verify.last_sampled,
+            verify.next_prefill_tokens,
+            passed.num_sampled[:reqs],
+            passed.num_rejected[:reqs],
+            input_ids=prefill.input_ids[:tokens],
+            positions=prefill.positions[:tokens],
+            last_token_indices=prefill.last_token_indices[:reqs],
         )
-        for step in range(self.num_speculative_tokens):
-            draft_hidden = self.run_model(tokens, positions, recurrent, attention)
-            tokens = self.drafts[step, :reqs]
-            self.sample_draft(draft_hidden, batch.idx_mapping, sampling, keys[step], step, tokens)
-        return self.drafts[:, :reqs].t()
+
+    def _merge(self, batch: InputBatch, multimodal: Multimodal, bucket: Bucket) -> Tensor:
+        """The embeddings of each row's following token, those that are no text taken from the target's.
+
+        A chunk's last row is followed by a token of another pass; where that is no text, it gets its placeholder's.
+        """
+        count, following = batch.num_tokens, self.prefill.inputs_embeds[: bucket.num_tokens]
+        following.copy_(self.model.embed(self.prefill.input_ids[: bucket.num_tokens]))
+        begins = torch.zeros(count + 1, dtype=torch.bool, device=following.device)
+        begins.index_fill_(0, batch.query_start_loc.long(), True)
+        taken = (multimodal.mask & ~begins[:count])[1:, None]
+        following[: count - 1].copy_(torch.where(taken, multimodal.embeds[1:], following[: count - 1]))
+        return following
+
+    def _forward(self, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        output = self.run_model(*arguments, **options)
+        return output if self.model_returns_tuple else (output, output)  # type: ignore[return-value]
+
+    def _block_tables(self, reqs: int) -> tuple[Tensor, ...]:
+        tables = [table[:reqs] for table in self.block_tables]
+        return self.kv.block_tables(self.passed.idx_mapping[:reqs], tables, self.groups)
+
+    def _sampling_positions(self, reqs: int) -> Tensor:
+        """`[K, R]`: draft s comes after token P + s, wherever its query stands."""
+        keys = self.step.sampling_positions[:, :reqs]
+        if self.draft_logits is not None:  # greedy drafts use no random numbers
+            torch.add(self.passed.seq_lens[:reqs] - self.passed.num_rejected[:reqs], self.steps[:, None], out=keys)
+        return keys
+
+    def _prefill(self, bucket: Bucket, inputs_embeds: Tensor | None = None) -> None:
+        """Draft step 0 over the pass's tokens, and the inputs of step 1; with no steps, its keys alone."""
+        tokens, reqs, passed, prefill, step = bucket.num_tokens, bucket.num_reqs, self.passed, self.prefill, self.step
+        idx_mapping, num_rejected = passed.idx_mapping[:reqs], passed.num_rejected[:reqs]
+        requests = (passed.query_start_loc[: reqs + 1], passed.seq_lens[:reqs])
+        positions = prefill.positions[:tokens]
+        tables = self._block_tables(reqs)
+        slots: dict[str, Any] = {"block_size": self.kv.block_size, "max_model_len": self.config.max_model_len}
+        slot_mapping = compute_slot_mapping(
+            positions,
+            requests[0],
+            tables[self.group],
+            idx_mapping=idx_mapping,
+            num_rejected=num_rejected,
+            out=prefill.slot_mapping[:tokens],
+            **slots,
+        )
+        batch = AttentionBatch(*requests, tables, (slot_mapping,) * len(tables), bucket.max_query_len)
+        draft_hidden, hidden = self._forward(
+            prefill.input_ids[:tokens],
+            positions,
+            self.combine_hidden_states(prefill.hidden[:tokens]),
+            batch,
+            0,
+            inputs_embeds=inputs_embeds,
+        )
+        if not bucket.num_steps:
+            return
+        last = draft_hidden.index_select(0, prefill.last_token_indices[:reqs])
+        drafted = self.sample_draft(last, idx_mapping, self._sampling_positions(reqs)[0], 0)
+        prepare_decode_inputs(
+            hidden,
+            *requests,
+            idx_mapping,
+            num_rejected,
+            tokens=drafted,
+            advance_positions=True,
+            input_ids=step.input_ids[:reqs],
+            positions=step.positions[:reqs],
+            out_seq_lens=step.seq_lens[:reqs],
+            out_hidden=step.hidden[:reqs],
+            block_table=tables[self.group],
+            slot_mapping=step.slot_mapping[:reqs],
+            **slots,
+        )
+
+    def _prefill_and_decode(self, bucket: Bucket) -> None:
+        self._prefill(bucket)
+        self._decode(bucket)
+
+    def _decode(self, bucket: Bucket) -> None:
+        """Draft steps of one row a request: all but the prefill."""
+        first = int(self.writes_draft_kv)
+        if bucket.num_steps <= first:
+            return
+        reqs, step, idx_mapping = bucket.num_reqs, self.step, self.passed.idx_mapping[: bucket.num_reqs]
+        tables, keys = self._block_tables(reqs), self._sampling_positions(reqs)
+        tokens, positions = step.input_ids[:reqs], step.positions[:reqs]
+        seq_lens, recurrent, slot_mapping = step.seq_lens[:reqs], step.hidden[:reqs], step.slot_mapping[:reqs]
+        slot_mappings = (slot_mapping,) * len(tables) if self.writes_draft_kv else None
+        batch = AttentionBatch(step.query_start_loc[: reqs + 1], seq_lens, tables, slot_mappings, 1)
+        for number in range(first, bucket.num_steps):
+            draft_hidden, hidden = self._forward(tokens, positions, recurrent, batch, number)
+            tokens = self.sample_draft(draft_hidden, idx_mapping, keys[number], number)
+            if self.advance_draft_positions and number + 1 < bucket.num_steps:
+                update_draft_inputs(
+                    tokens,
+                    hidden,
+                    idx_mapping,
+                    advance_positions=True,
+                    max_model_len=self.config.max_model_len,
+                    input_ids=step.input_ids[:reqs],
+                    positions=positions,
+                    seq_lens=seq_lens,
+                    out_hidden=recurrent,
+                    block_table=tables[self.group],
+                    block_size=self.kv.block_size,
+                    slot_mapping=slot_mapping,
+                )
+                tokens = step.input_ids[:reqs]

@@ -1,14 +1,20 @@
 """What a decoding loop needs of a speculator, and what every speculator with a draft model has in common."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed
 from torch import Tensor, nn
 
+from tridraft.kernels.pad_requests import pad_requests
 from tridraft.models.hf_target import HFTarget
-from tridraft.speculator.batch import InputBatch, SamplingState, VerifyResult
+from tridraft.models.paged import KVSpec
+from tridraft.speculator.batch import InputBatch, Multimodal, SamplingState, VerifyResult
 from tridraft.speculator.config import SpeculatorConfig
+from tridraft.speculator.cudagraph import Bucket
 from tridraft.speculator.kv_cache import KVCache
 
 
@@ -18,10 +24,16 @@ class BaseSpeculator(ABC):
     Attributes:
         num_speculative_tokens: K.
         draft_logits: `[max_num_reqs, K, V]`, what the drafts were sampled from, by slot; None for greedy drafts.
+        kv_specs: what each layer of the drafter that owns keys and values stores, once the model is loaded. The cache
+            has their layers behind the target's.
+        aux_layers: target layers whose inputs, side by side, `propose` takes for `hidden`; empty: it takes the
+            target's last hidden states.
     """
 
     num_speculative_tokens: int
     draft_logits: Tensor | None = None
+    kv_specs: Sequence[KVSpec] = ()
+    aux_layers: Sequence[int] = ()
 
     @abstractmethod
     def load_model(self, target: HFTarget) -> None:
@@ -29,28 +41,63 @@ class BaseSpeculator(ABC):
 
     @abstractmethod
     def set_kv_cache(self, kv: KVCache) -> None:
-        """Bind to the cache the target writes."""
+        """Bind to the cache the target writes, which has the `kv_specs` of this drafter behind the target's."""
+
+    def capture(self) -> None:  # noqa: B027  a drafter without graphs has nothing to do
+        """Record what `propose` does into CUDA graphs; calling it again does nothing."""
 
     @abstractmethod
-    def propose(self, batch: InputBatch, verify: VerifyResult, sampling: SamplingState, hidden: Tensor) -> Tensor:
+    def propose(
+        self,
+        batch: InputBatch,
+        verify: VerifyResult,
+        sampling: SamplingState,
+        hidden: Tensor,
+        *,
+        num_speculative_tokens: int | None = None,
+        multimodal: Multimodal | None = None,
+    ) -> Tensor:
         """Draft K tokens after each request's newest one.
 
         Args:
             batch: the pass the target just ran.
             verify: what verification made of it.
             sampling: temperature and seed of each slot.
-            hidden: `[T, H]`, the target's hidden states in that pass.
+            hidden: `[T, H]`, the target's hidden states in that pass, or its `aux_layers`, `[T, len(aux_layers) · H]`.
+            num_speculative_tokens: drafts wanted of this call, 0 … K; None: K.
+            multimodal: the pass's embeddings that do not come from token ids.
 
         Returns:
-            `[R, K]` int64, valid until the next call.
+            `[R, num_speculative_tokens]` int64, valid until the next call.
         """
 
 
-class DraftModelSpeculator(BaseSpeculator):
-    """A speculator with a draft model: its loading and its buffers.
+@dataclass(frozen=True)
+class PassBuffers:
+    """What a target pass said of its requests, padded to `max_num_reqs` rows, where captured graphs read it.
 
-    Every buffer is allocated once. Drafts are kept step by step, `[K, R]`, so that the tokens of one step are a
-    contiguous row, written by the sampler and read as the next step's input.
+    Attributes:
+        query_start_loc: `[R + 1]` int32.
+        seq_lens: `[R]` int32.
+        idx_mapping: `[R]` int32.
+        num_sampled: `[R]` int32.
+        num_rejected: `[R]` int32.
+        sampling: of each slot; temperature 0 for all where drafts are greedy whatever their requests ask for.
+    """
+
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    idx_mapping: Tensor
+    num_sampled: Tensor
+    num_rejected: Tensor
+    sampling: SamplingState
+
+
+class DraftModelSpeculator(BaseSpeculator):
+    """A speculator with a draft model: its loading, its buffers, and what its ranks agree on.
+
+    Every buffer is allocated once, and a captured graph reads nothing else. Drafts are kept step by step, `[K, R]`, so
+    that the tokens of one step are a contiguous row, written by the sampler and read as the next step's input.
     """
 
     def __init__(self, config: SpeculatorConfig) -> None:
@@ -64,30 +111,65 @@ class DraftModelSpeculator(BaseSpeculator):
     def load_model(self, target: HFTarget) -> None:
         self.target = target
         self.model: Any = self.load_draft_model(target)
-        reqs, steps, device = self.config.max_num_reqs, self.num_speculative_tokens, target.device
-
-        def integers(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        self.steps = torch.arange(steps, device=device)
-        self.input_ids = integers(reqs)
-        self.positions = integers(reqs)
-        self.seq_lens = integers(reqs, dtype=torch.int32)
-        self.query_start_loc = torch.arange(reqs + 1, dtype=torch.int32, device=device)
-        self.hidden = torch.zeros(reqs, target.hidden_size, dtype=target.dtype, device=device)
-        self.sampling_positions = integers(steps, reqs)
-        self.drafts = integers(steps, reqs)
+        reqs, steps = self.config.max_num_reqs, self.num_speculative_tokens
+        self.passed = PassBuffers(
+            query_start_loc=self.zeros(reqs + 1, dtype=torch.int32),
+            seq_lens=self.zeros(reqs, dtype=torch.int32),
+            idx_mapping=self.zeros(reqs, dtype=torch.int32) - 1,
+            num_sampled=self.zeros(reqs, dtype=torch.int32),
+            num_rejected=self.zeros(reqs, dtype=torch.int32),
+            sampling=SamplingState(self.zeros(reqs, dtype=torch.float32), self.zeros(reqs)),
+        )
+        self.steps = torch.arange(steps, device=target.device)
+        self.drafts = self.zeros(steps, reqs)
         if self.config.draft_sampling == "probabilistic":
-            shape = (reqs, steps, target.vocab_size)
-            self.draft_logits = torch.zeros(shape, dtype=torch.float32, device=device)
-        else:
-            # A temperature of 0 for every slot: drafts are greedy whatever their requests ask for.
-            self.greedy = torch.zeros(reqs, device=device)
+            self.draft_logits = self.zeros(reqs, steps, target.vocab_size, dtype=torch.float32)
+
+    def zeros(self, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        """A buffer on the target's device."""
+        return torch.zeros(shape, dtype=dtype, device=self.target.device)
 
     def set_kv_cache(self, kv: KVCache) -> None:
         ours = (self.config.max_num_reqs, self.config.max_model_len)
         theirs = (kv.max_num_reqs, kv.max_model_len)
         if ours != theirs:
             raise ValueError(f"(max_num_reqs, max_model_len): the cache has {theirs}, the speculator {ours}")
+        expected = len(self.target.kv_specs) + len(self.kv_specs)
+        if len(kv.layers) != expected:
+            raise ValueError(
+                f"kv: got {len(kv.layers)} layers, needs the target's {len(self.target.kv_specs)} and then the "
+                f"drafter's {len(self.kv_specs)}"
+            )
         self.kv = kv
         self.block_tables = tuple(torch.zeros_like(table) for table in kv.tables)
+
+    def agree(self, wanted: Bucket, eager: bool) -> tuple[Bucket, bool]:
+        """The largest sizes any data-parallel rank wants, and whether any has to run without a graph.
+
+        One collective, made by every rank in every call, so that no rank leaves out a forward others take part in.
+        """
+        if self.config.data_parallel_group is None:
+            return wanted, eager
+        sizes = torch.tensor([*wanted.sizes, eager])
+        torch.distributed.all_reduce(sizes, torch.distributed.ReduceOp.MAX, group=self.config.data_parallel_group)
+        *largest, any_eager = sizes.tolist()
+        return Bucket(*largest), bool(any_eager)
+
+    def stage(self, batch: InputBatch, verify: VerifyResult, sampling: SamplingState) -> None:
+        """Bring what the graphs read of the target's pass into their buffers."""
+        passed = self.passed
+        pad_requests(
+            batch.query_start_loc,
+            batch.seq_lens,
+            batch.idx_mapping,
+            verify.num_sampled,
+            verify.num_rejected,
+            out_query_start_loc=passed.query_start_loc,
+            out_seq_lens=passed.seq_lens,
+            out_idx_mapping=passed.idx_mapping,
+            out_num_sampled=passed.num_sampled,
+            out_num_rejected=passed.num_rejected,
+        )
+        if self.draft_logits is not None:
+            passed.sampling.temperature.copy_(sampling.temperature)
+            passed.sampling.seeds.copy_(sampling.seeds)

@@ -21,6 +21,7 @@ class InputBatch:
         idx_mapping: `[R]` int32, each row's slot; -1 for padding.
         num_reqs: R.
         num_tokens: T.
+        max_query_len: no row has more tokens.
     """
 
     input_ids: Tensor
@@ -30,6 +31,20 @@ class InputBatch:
     idx_mapping: Tensor
     num_reqs: int
     num_tokens: int
+    max_query_len: int
+
+
+@dataclass(frozen=True)
+class Multimodal:
+    """A pass's embeddings that do not come from token ids: those of images, video or sound.
+
+    Attributes:
+        embeds: `[T, H]`, the target's input embeddings, read where `mask` is set.
+        mask: `[T]` bool.
+    """
+
+    embeds: Tensor
+    mask: Tensor
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,18 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from tridraft.speculator.cudagraph import CUDAGraphMode
 
 if TYPE_CHECKING:
+    from tridraft.models.eagle import Eagle
     from tridraft.models.gemma4_mtp import Gemma4MTP
+    from tridraft.models.mtp import MTP
 
-METHODS = ("gemma4_mtp",)
+Method = Literal["gemma4_mtp", "eagle", "eagle3", "mtp"]
+METHODS = ("gemma4_mtp", "eagle", "eagle3", "mtp")
+MAX_SPECULATIVE_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -17,23 +23,33 @@ class SpeculatorConfig:
     Attributes:
         method: how it drafts; one of `METHODS`.
         draft: the draft checkpoint's directory, or the draft model itself.
-        num_speculative_tokens: K, drafts a request gets for each target pass.
+        num_speculative_tokens: K, the most drafts a request gets for each target pass.
         max_num_reqs: request slots.
         max_model_len: the longest request, in tokens.
+        max_num_batched_tokens: tokens of one target pass, at most; a drafter that owns keys runs over all of them.
         draft_position: where a draft query of Gemma 4 stands: at the bonus token's position, as its authors have it,
             or at the last computed one. It moves which drafts are accepted, never what greedy decoding prints.
         draft_sampling: "probabilistic" samples drafts at their request's temperature and keeps the draft logits for
             verification; "greedy" always takes the likeliest and keeps nothing. Both leave the target's distribution
             as it is.
+        cudagraph_mode: what `capture` records.
+        cudagraph_num_steps: draft lengths that get graphs of their own; empty for K alone. `propose` of another
+            length replays the next longer one.
+        data_parallel_group: a `torch.distributed` group with a CPU backend whose ranks each hold this speculator and
+            call `propose` together; None for one rank.
     """
 
-    method: Literal["gemma4_mtp"]
-    draft: "str | Path | Gemma4MTP"
+    method: Method
+    draft: "str | Path | Gemma4MTP | Eagle | MTP"
     num_speculative_tokens: int
     max_num_reqs: int
     max_model_len: int
+    max_num_batched_tokens: int = 2048
     draft_position: Literal["bonus", "last_computed"] = "bonus"
     draft_sampling: Literal["greedy", "probabilistic"] = "greedy"
+    cudagraph_mode: CUDAGraphMode = CUDAGraphMode.FULL
+    cudagraph_num_steps: tuple[int, ...] = ()
+    data_parallel_group: Any = None
 
     def __post_init__(self) -> None:
         for name, value, allowed in (
@@ -47,6 +63,14 @@ class SpeculatorConfig:
             ("num_speculative_tokens", self.num_speculative_tokens, 0),
             ("max_num_reqs", self.max_num_reqs, 1),
             ("max_model_len", self.max_model_len, 1),
+            ("max_num_batched_tokens", self.max_num_batched_tokens, 1),
         ):
             if value < least:
                 raise ValueError(f"{name}: got {value}, needs at least {least}")
+        if self.num_speculative_tokens > MAX_SPECULATIVE_TOKENS:
+            raise ValueError(
+                f"num_speculative_tokens: got {self.num_speculative_tokens}, needs at most {MAX_SPECULATIVE_TOKENS}"
+            )
+        for steps in self.cudagraph_num_steps:
+            if not 0 <= steps <= self.num_speculative_tokens:
+                raise ValueError(f"cudagraph_num_steps: got {steps}, needs 0 to {self.num_speculative_tokens}")

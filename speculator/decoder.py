@@ -147,7 +147,7 @@ class SpeculativeDecoder:
         self.speculator = speculator
         self.max_num_batched_tokens = max_num_batched_tokens
         self.kv = KVCache(
-            target.kv_specs,
+            [*target.kv_specs, *(speculator.kv_specs if speculator else ())],
             num_blocks=max_num_reqs * cdiv(max_model_len, block_size) if num_blocks is None else num_blocks,
             block_size=block_size,
             max_num_reqs=max_num_reqs,
@@ -306,9 +306,12 @@ class SpeculativeDecoder:
             seq_lens=batch.seq_lens,
             block_tables=tables,
             slot_mappings=tuple(self._slot_mapping(batch, table) for table in tables),
-            max_query_len=max(row.num_tokens for row in rows),
+            max_query_len=batch.max_query_len,
         )
-        output = self.target.forward(batch.input_ids, batch.positions, self.kv.layers, attention, packed.logits_rows)
+        aux_layers = self.speculator.aux_layers if self.speculator else ()
+        output = self.target.forward(
+            batch.input_ids, batch.positions, self.kv.layers, attention, packed.logits_rows, aux_layers=aux_layers
+        )
         verified = rejection_sample(
             output.logits,
             self._drafts[packed.slots],
@@ -326,7 +329,8 @@ class SpeculativeDecoder:
             verify = VerifyResult(
                 verified.num_sampled, verified.num_rejected, self._last_sampled, self._next_prefill_tokens
             )
-            self._drafts[packed.slots] = self.speculator.propose(batch, verify, self._sampling, output.hidden)
+            hidden = output.hidden if output.aux_hidden is None else torch.cat(output.aux_hidden, dim=-1)
+            self._drafts[packed.slots] = self.speculator.propose(batch, verify, self._sampling, hidden)
         clock.mark()
         emitted = [[token for token in row if token >= 0] for row in verified.output_ids.tolist()]
         verify_seconds, draft_seconds = clock.seconds()
@@ -385,6 +389,7 @@ class SpeculativeDecoder:
             idx_mapping=slot.int(),
             num_reqs=len(rows),
             num_tokens=len(ids),
+            max_query_len=max(row.num_tokens for row in rows),
         )
         return _Packed(batch, slot, logits_row, logits_start.int())
 

@@ -113,14 +113,17 @@ class KVCache:
             reserved[slot] = []
             table[slot].fill_(-1)
 
-    def block_tables(self, idx_mapping: Tensor, out: Sequence[Tensor] | None = None) -> tuple[Tensor, ...]:
+    def block_tables(
+        self, idx_mapping: Tensor, out: Sequence[Tensor] | None = None, groups: Sequence[int] | None = None
+    ) -> tuple[Tensor, ...]:
         """Each group's table by row: `[R, M]` int32 for the slots in `idx_mapping`.
 
-        Padding rows (-1) get some slot's blocks; their sequence length of 0 keeps them from being read.
+        Padding rows (-1) get some slot's blocks; their sequence length of 0 keeps them from being read. With `out`,
+        the tables of `groups` (None: all) are written there.
         """
         slots = idx_mapping.clamp(min=0)
         if out is None:
             return tuple(table.index_select(0, slots) for table in self.tables)
-        for table, rows in zip(self.tables, out, strict=True):
-            torch.index_select(table, 0, slots, out=rows)
+        for group in range(len(self.tables)) if groups is None else groups:
+            torch.index_select(self.tables[group], 0, slots, out=out[group])
         return tuple(out)

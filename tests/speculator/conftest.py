@@ -95,7 +95,9 @@ class ScriptedSpeculator(BaseSpeculator):
     def set_kv_cache(self, kv: Any) -> None:
         pass
 
-    def propose(self, batch: InputBatch, verify: VerifyResult, sampling: SamplingState, hidden: Tensor) -> Tensor:
+    def propose(
+        self, batch: InputBatch, verify: VerifyResult, sampling: SamplingState, hidden: Tensor, **_: Any
+    ) -> Tensor:
         steps, drafts = self.num_speculative_tokens, []
         for row, slot in enumerate(batch.idx_mapping.tolist()):
             length = int(batch.seq_lens[row] - verify.num_rejected[row])

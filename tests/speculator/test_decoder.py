@@ -68,9 +68,9 @@ def test_chunked_prefill_is_whole_prefill(tiny, kind, budget, monkeypatch):
     sizes = []
     forward = decoder.target.forward
 
-    def measured(input_ids, *rest):
+    def measured(input_ids, *rest, **options):
         sizes.append(input_ids.shape[0])
-        return forward(input_ids, *rest)
+        return forward(input_ids, *rest, **options)
 
     monkeypatch.setattr(decoder.target, "forward", measured)
     decoder.generate(requests)
@@ -369,9 +369,9 @@ def test_a_pass_says_how_it_is_packed(tiny, script, monkeypatch):
     passes: list[tuple[torch.Tensor, AttentionBatch, torch.Tensor]] = []
     forward = decoder.target.forward
 
-    def recorded(input_ids, positions, kv, batch, logits_rows):
+    def recorded(input_ids, positions, kv, batch, logits_rows, **options):
         passes.append((positions, batch, logits_rows))
-        return forward(input_ids, positions, kv, batch, logits_rows)
+        return forward(input_ids, positions, kv, batch, logits_rows, **options)
 
     monkeypatch.setattr(decoder.target, "forward", recorded)
     decoder.generate([Request(ids, NEW) for ids in PROMPTS[:2]])

@@ -1,6 +1,7 @@
 """Drafting with a Gemma 4 assistant: which tokens, from which keys, at which positions."""
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -86,6 +87,7 @@ def run_target(tiny, sequences, *, rejected=None, slots=None, max_model_len=128,
         idx_mapping=ints(slots, torch.int32),
         num_reqs=rows,
         num_tokens=len(ids),
+        max_query_len=max(after - before for before, after in pairwise(starts)),
     )
     tables = kv.block_tables(batch.idx_mapping)
     mappings = tuple(
@@ -138,10 +140,10 @@ def prepared(tiny, round_, steps=STEPS, **options):
     log = []
     run_model = speculator.run_model
 
-    def logged(input_ids, positions, hidden, batch):
+    def logged(input_ids, positions, hidden, batch, step, **options):
         log.append({"ids": input_ids.tolist(), "positions": positions.tolist(), "seq_lens": batch.seq_lens.tolist()})
         log[-1] |= {"batch": batch, "cache": [tensor.clone() for tensor in caches(round_.kv)]}
-        return run_model(input_ids, positions, hidden, batch)
+        return run_model(input_ids, positions, hidden, batch, step, **options)
 
     speculator.run_model = logged
     return speculator, log
@@ -389,10 +391,13 @@ def test_a_cache_of_other_sizes_is_refused(tiny):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"method": "eagle"}, "method: got 'eagle', needs 'gemma4_mtp'"),
+        ({"method": "medusa"}, "method: got 'medusa', needs 'gemma4_mtp' or 'eagle' or 'eagle3' or 'mtp'"),
         ({"draft_position": "last"}, "draft_position: got 'last', needs 'bonus' or 'last_computed'"),
         ({"draft_sampling": "top"}, "draft_sampling: got 'top', needs 'greedy' or 'probabilistic'"),
         ({"num_speculative_tokens": -1}, "num_speculative_tokens: got -1, needs at least 0"),
+        ({"num_speculative_tokens": 65}, "num_speculative_tokens: got 65, needs at most 64"),
+        ({"cudagraph_num_steps": (1, 5)}, "cudagraph_num_steps: got 5, needs 0 to 4"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens: got 0, needs at least 1"),
         ({"max_num_reqs": 0}, "max_num_reqs: got 0, needs at least 1"),
         ({"max_model_len": 0}, "max_model_len: got 0, needs at least 1"),
     ],

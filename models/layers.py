@@ -3,14 +3,19 @@
 Weights are allocated uninitialised and never require gradients; a model fills them from a checkpoint.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from tridraft.kernels.activation import gated_act
-from tridraft.kernels.norm import rms_norm
+from tridraft.kernels.attention import paged_attention
+from tridraft.kernels.kv_cache import qk_norm_rope
+from tridraft.kernels.norm import add_rms_norm, rms_norm
+from tridraft.models.paged import AttentionBatch, KVSpec, LayerKV
 
 Activation = Literal["gelu_tanh", "silu"]
 ACTIVATIONS: dict[str, Activation] = {"gelu_pytorch_tanh": "gelu_tanh", "silu": "silu"}
@@ -25,17 +30,33 @@ def empty_weight(
 
 
 class Linear(nn.Module):
-    """`x @ weight.T`, no bias."""
+    """`x @ weight.T + bias`; the bias is None unless `set_bias` gives one."""
 
     def __init__(self, in_features: int, out_features: int, *, dtype=None, device=None) -> None:
         super().__init__()
         self.weight = empty_weight(out_features, in_features, dtype=dtype, device=device)
+        self.register_parameter("bias", None)
+
+    def set_bias(self, present: bool) -> None:
+        """Give the layer an uninitialised bias, or none."""
+        weight = self.weight
+        self.bias = empty_weight(len(weight), dtype=weight.dtype, device=weight.device) if present else None
 
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """From x [T, in] to [T, out], written to `out` (any row stride) when given."""
         if out is None:
-            return nn.functional.linear(x, self.weight)
-        return torch.mm(x, self.weight.t(), out=out)
+            return nn.functional.linear(x, self.weight, self.bias)
+        if self.bias is None:
+            return torch.mm(x, self.weight.t(), out=out)
+        return torch.addmm(self.bias, x, self.weight.t(), out=out)
+
+
+class MergedLinear(Linear):
+    """Projections of one input as one matrix product, by their names and widths; most checkpoints hold them apart."""
+
+    def __init__(self, in_features: int, parts: Mapping[str, int], *, dtype=None, device=None) -> None:
+        super().__init__(in_features, sum(parts.values()), dtype=dtype, device=device)
+        self.parts = dict(parts)
 
 
 class RMSNorm(nn.Module):
@@ -46,9 +67,14 @@ class RMSNorm(nn.Module):
         self.weight = empty_weight(size, dtype=dtype, device=device)
         self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The normed `x`, in its dtype."""
-        return rms_norm(x, self.weight, eps=self.eps)
+    def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """The normed `x`, in its dtype, written to `out` (any row stride) when given."""
+        return rms_norm(x, self.weight, eps=self.eps, out=out)
+
+
+def add_norm(x: Tensor, residual: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+    """`norm(residual + x)` and the sum, in one launch."""
+    return add_rms_norm(x, residual, norm.weight, eps=norm.eps)
 
 
 class GatedMLP(nn.Module):
@@ -56,7 +82,8 @@ class GatedMLP(nn.Module):
 
     def __init__(self, size: int, intermediate: int, activation: Activation, *, dtype=None, device=None) -> None:
         super().__init__()
-        self.gate_up_proj = Linear(size, 2 * intermediate, dtype=dtype, device=device)
+        parts = {"gate_proj": intermediate, "up_proj": intermediate}
+        self.gate_up_proj = MergedLinear(size, parts, dtype=dtype, device=device)
         self.down_proj = Linear(intermediate, size, dtype=dtype, device=device)
         self.activation: Activation = activation
 
@@ -87,7 +114,8 @@ def rotary_frequencies(rope: Mapping[str, Any], head_dim: int) -> Tensor:
     """Inverse frequencies f32 [rotary_dim / 2] on the CPU, from a checkpoint's `rope_parameters`.
 
     "default": theta^(−2i/D) over the first `partial_rotary_factor` of the head. "proportional": the same frequencies,
-    with D the whole head, for the first fraction of all D/2 pairs and 0 for the others, which turn nothing.
+    with D the whole head, for the first fraction of all D/2 pairs and 0 for the others, which turn nothing. "linear"
+    divides the default ones by `factor`, "llama3" those that turn slowly: see `_llama3`.
 
     Computed in float32, as the models' authors do: the drafter has to turn its queries by the angles that the
     target turned its keys by, and at large positions a last bit of a frequency shows.
@@ -103,10 +131,240 @@ def rotary_frequencies(rope: Mapping[str, Any], head_dim: int) -> Tensor:
     kind = rope.get("rope_type", "default")
     fraction = rope.get("partial_rotary_factor", 1.0)
     pairs = int(fraction * head_dim) // 2
-    if kind not in ("default", "proportional"):
-        raise ValueError(f"rope_type: got {kind!r}, needs 'default' or 'proportional'")
+    if kind not in ("default", "linear", "llama3", "proportional"):
+        raise ValueError(f"rope_type: got {kind!r}, needs 'default', 'linear', 'llama3' or 'proportional'")
     exponents = torch.arange(0, 2 * pairs, 2, dtype=torch.float32, device="cpu")
     inv_freq = 1.0 / rope["rope_theta"] ** (exponents / (head_dim if kind == "proportional" else 2 * pairs))
     if kind == "proportional":
-        inv_freq = nn.functional.pad(inv_freq, (0, head_dim // 2 - pairs)) / rope.get("factor", 1.0)
-    return inv_freq
+        return nn.functional.pad(inv_freq, (0, head_dim // 2 - pairs)) / rope.get("factor", 1.0)
+    if kind == "linear":
+        return inv_freq / rope["factor"]
+    return _llama3(inv_freq, rope) if kind == "llama3" else inv_freq
+
+
+def _llama3(inv_freq: Tensor, rope: Mapping[str, Any]) -> Tensor:
+    """Llama 3's scaling (from `transformers`), where n is how often a pair turns in the original context.
+
+    f for n > high_freq_factor, f / factor for n < low_freq_factor, and in between s · f + (1 − s) · f / factor with
+    s rising linearly from 0 to 1.
+    """
+    low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
+    context = rope["original_max_position_embeddings"]
+    wavelength = 2 * math.pi / inv_freq
+    smooth = (context / wavelength - low) / (high - low)
+    between = (1 - smooth) * inv_freq / factor + smooth * inv_freq
+    scaled = torch.where(wavelength > context / low, inv_freq / factor, between)
+    return torch.where(wavelength < context / high, inv_freq, scaled)
+
+
+def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration's `rope_parameters`, also where it has the older `rope_theta` and `rope_scaling`."""
+    rope = {"rope_theta": config.get("rope_theta", 10_000.0)}
+    if "partial_rotary_factor" in config:
+        rope["partial_rotary_factor"] = config["partial_rotary_factor"]
+    rope |= config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if "type" in rope:
+        rope.setdefault("rope_type", rope.pop("type"))
+    return rope
+
+
+@dataclass(frozen=True)
+class DecoderShape:
+    """The shape of a decoder layer that owns its keys and values.
+
+    Attributes:
+        rope: see `rotary_frequencies`.
+        gated: the query projection brings a gate of the attention's output beside each head's query (Qwen3-Next).
+        zero_centred_norms: the checkpoint's norm weights are w of `1 + w`. They are held in float32, for `1 + w` has
+            no place in 16 bits; the model adds the 1 when it has loaded them.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Mapping[str, Any]
+    activation: Activation
+    rms_norm_eps: float
+    gated: bool = False
+    zero_centred_norms: bool = False
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any], **family: bool) -> "DecoderShape":
+        """Read a `config.json` in the names that Llama's configuration made common.
+
+        Raises:
+            ValueError: a size is missing, or a setting these layers do not have.
+        """
+        try:
+            hidden, heads = config["hidden_size"], config["num_attention_heads"]
+            intermediate = config["intermediate_size"]
+        except KeyError as error:
+            raise ValueError(f"{error.args[0]}: missing from the configuration") from error
+        kv_heads = config.get("num_key_value_heads") or heads
+        if heads % kv_heads:
+            raise ValueError(f"num_attention_heads: got {heads}, needs a multiple of num_key_value_heads, {kv_heads}")
+        if config.get("use_sliding_window"):
+            raise ValueError("use_sliding_window: got true, needs a head that attends to everything")
+        activation = config.get("hidden_act", "silu")
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"hidden_act: got {activation!r}, needs one of {sorted(ACTIVATIONS)}")
+        return cls(
+            hidden_size=hidden,
+            intermediate_size=intermediate,
+            num_attention_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=config.get("head_dim") or hidden // heads,
+            rope=rope_parameters(config),
+            activation=ACTIVATIONS[activation],
+            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+            **family,
+        )
+
+    def norm(self, size: int, *, dtype=None, device=None) -> RMSNorm:
+        """A norm as this family has them."""
+        return RMSNorm(
+            size, self.rms_norm_eps, dtype=torch.float32 if self.zero_centred_norms else dtype, device=device
+        )
+
+
+class SelfAttention(nn.Module):
+    """Causal attention that writes the new tokens' keys and values to its own pages, then attends over the pages.
+
+    Norms of queries and keys and biases are there if the checkpoint has them: `add_optional_parts`.
+    """
+
+    q_norm: RMSNorm | None
+    k_norm: RMSNorm | None
+
+    def __init__(self, shape: DecoderShape, in_features: int, *, dtype=None, device=None) -> None:
+        super().__init__()
+        self.shape = shape
+        width, kv_width = shape.num_attention_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        parts = {"q_proj": 2 * width if shape.gated else width, "k_proj": kv_width, "v_proj": kv_width}
+        self.qkv_proj = MergedLinear(in_features, parts, dtype=dtype, device=device)
+        self.q_norm = self.k_norm = None
+        self.o_proj = Linear(width, shape.hidden_size, dtype=dtype, device=device)
+        self.rotary = RotaryFrequencies(shape.rope, shape.head_dim, device=device)
+        self.kv_spec = KVSpec(shape.head_dim, shape.num_kv_heads, None)
+
+    def set_norms(self, present: bool) -> None:
+        """Give queries and keys uninitialised norms, or none."""
+        weight = self.o_proj.weight
+        for name in ("q_norm", "k_norm"):
+            norm = self.shape.norm(self.shape.head_dim, dtype=weight.dtype, device=weight.device)
+            setattr(self, name, norm if present else None)
+
+    def forward(self, x: Tensor, positions: Tensor, kv: LayerKV, batch: AttentionBatch) -> Tensor:
+        """From x [T, in] to [T, H]; `batch.slot_mappings` says where the keys go, −1 for nowhere."""
+        if batch.slot_mappings is None:
+            raise ValueError("batch: got no slot_mappings, needs them: this layer writes its keys and values")
+        shape = self.shape
+        q, k, v = self.qkv_proj(x).split(list(self.qkv_proj.parts.values()), dim=-1)
+        q = q.unflatten(-1, (shape.num_attention_heads, -1))
+        q, gate = q.chunk(2, dim=-1) if shape.gated else (q, None)
+        q = qk_norm_rope(
+            q,
+            positions,
+            self.rotary.inv_freq,
+            q_weight=None if self.q_norm is None else self.q_norm.weight,
+            k=k.unflatten(-1, (shape.num_kv_heads, -1)),
+            v=v.unflatten(-1, (shape.num_kv_heads, -1)),
+            k_weight=None if self.k_norm is None else self.k_norm.weight,
+            qk_norm=self.q_norm is not None,
+            eps=shape.rms_norm_eps,
+            k_cache=kv.k_cache,
+            v_cache=kv.v_cache,
+            slot_mapping=batch.slot_mappings[kv.group],
+            k_scale=kv.k_scale,
+            v_scale=kv.v_scale,
+            out=q,
+        )
+        attended = paged_attention(
+            q,
+            kv.k_cache,
+            kv.v_cache,
+            batch.block_tables[kv.group],
+            batch.query_start_loc,
+            batch.seq_lens,
+            scale=shape.head_dim**-0.5,
+            max_query_len=batch.max_query_len,
+            k_scale=kv.k_scale,
+            v_scale=kv.v_scale,
+        )
+        if gate is not None:
+            attended = attended * gate.sigmoid()
+        return self.o_proj(attended.flatten(-2))
+
+
+class DecoderLayer(nn.Module):
+    """A decoder layer with a norm before its attention and one before its MLP, as Llama, Qwen and GLM have it.
+
+    The norm before attention is the caller's to apply, who knows how to fuse it with what comes before.
+    """
+
+    input_layernorm: RMSNorm | None
+
+    def __init__(
+        self,
+        shape: DecoderShape,
+        *,
+        in_features: int | None = None,
+        input_norm: bool = True,
+        dtype=None,
+        device=None,
+    ) -> None:
+        super().__init__()
+        hidden = shape.hidden_size
+        self.input_layernorm = shape.norm(hidden, dtype=dtype, device=device) if input_norm else None
+        self.self_attn = SelfAttention(shape, in_features or hidden, dtype=dtype, device=device)
+        self.post_attention_layernorm = shape.norm(hidden, dtype=dtype, device=device)
+        self.mlp = GatedMLP(hidden, shape.intermediate_size, shape.activation, dtype=dtype, device=device)
+
+    def forward(
+        self, x: Tensor, residual: Tensor, positions: Tensor, kv: LayerKV, batch: AttentionBatch
+    ) -> tuple[Tensor, Tensor]:
+        """From the attention's input x [T, in] and the residual stream [T, H] to two summands [T, H].
+
+        Their sum is the stream after the layer; the second is the stream before the MLP.
+        """
+        attended = self.self_attn(x, positions, kv, batch)
+        normed, stream = add_norm(attended, residual, self.post_attention_layernorm)
+        return self.mlp(normed), stream
+
+
+def merged_parts(model: nn.Module) -> dict[str, list[tuple[str, Tensor]]]:
+    """For each tensor of a `MergedLinear`, by its name in the model: names and views of the parts it is made of."""
+    found = {}
+    for path, module in model.named_modules():
+        if not isinstance(module, MergedLinear):
+            continue
+        parent = path.rpartition(".")[0]
+        for kind, tensor in module.named_parameters():
+            pieces = tensor.detach().split(list(module.parts.values()))
+            names = (f"{parent}.{part}.{kind}" for part in module.parts)
+            found[f"{path}.{kind}"] = list(zip(names, pieces, strict=True))
+    return found
+
+
+def add_optional_parts(model: nn.Module, names: Container[str], rename: Callable[[str], str]) -> None:
+    """Give projections biases, and queries and keys norms, where the checkpoint has any of their tensors.
+
+    Args:
+        model: changed in place.
+        names: the checkpoint's names.
+        rename: from the model's name of a tensor to the checkpoint's.
+    """
+
+    def found(paths: list[str]) -> bool:
+        return any(rename(path) in names for path in paths)
+
+    for path, module in list(model.named_modules()):
+        if isinstance(module, SelfAttention):
+            module.set_norms(found([f"{path}.q_norm.weight", f"{path}.k_norm.weight"]))
+        elif isinstance(module, Linear):
+            paths = [path]
+            if isinstance(module, MergedLinear):
+                paths += [f"{path.rpartition('.')[0]}.{part}" for part in module.parts]
+            module.set_bias(found([f"{one}.bias" for one in paths]))

@@ -6,7 +6,7 @@ checkpoint tensors that the model holds fused are two views of one destination.
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,16 @@ class LoadReport:
         found = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in faults if names)
         raise ValueError(f"the checkpoint does not fit the model; {found}")
 
+    def raise_unless_exact(self) -> None:
+        """Refuse a checkpoint with unexpected tensors too: a head of another architecture drafts badly, not loudly.
+
+        Raises:
+            ValueError: names every missing, misshapen and unexpected tensor.
+        """
+        self.raise_unless_complete()
+        if self.unexpected:
+            raise ValueError(f"the checkpoint does not fit the model; unexpected: {', '.join(self.unexpected)}")
+
 
 def read_json(directory: str | Path, name: str, *, required: bool = True) -> dict[str, Any]:
     """The JSON object in `directory/name`; an absent file that is not required reads as an empty one.
@@ -68,12 +78,21 @@ def read_json(directory: str | Path, name: str, *, required: bool = True) -> dic
     return content
 
 
-def _safetensors_files(directory: Path) -> list[Path]:
-    if (directory / "model.safetensors.index.json").is_file():
-        weight_map = read_json(directory, "model.safetensors.index.json").get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ValueError(f"{directory / 'model.safetensors.index.json'}: needs a 'weight_map' that names files")
-        files = [directory / name for name in sorted(set(weight_map.values()))]
+def _weight_map(directory: Path) -> dict[str, str] | None:
+    """The file of each tensor of a sharded checkpoint; None for one in a single file."""
+    if not (directory / "model.safetensors.index.json").is_file():
+        return None
+    weight_map = read_json(directory, "model.safetensors.index.json").get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{directory / 'model.safetensors.index.json'}: needs a 'weight_map' that names files")
+    return weight_map
+
+
+def _safetensors_files(directory: Path, keep: Callable[[str], bool] | None) -> list[Path]:
+    weight_map = _weight_map(directory)
+    if weight_map is not None:
+        names = {file for name, file in weight_map.items() if keep is None or keep(name)}
+        files = [directory / name for name in sorted(names)]
         absent = [path.name for path in files if not path.is_file()]
         if absent:
             raise FileNotFoundError(f"{directory}: the index names {', '.join(absent)}, not there; download again")
@@ -83,27 +102,60 @@ def _safetensors_files(directory: Path) -> list[Path]:
     return [directory / "model.safetensors"]
 
 
-def iterate_tensors(directory: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the checkpoint, one at a time, on the CPU; a progress bar where stderr is a terminal.
+def _safe_open(path: Path) -> Any:
+    try:
+        from safetensors import SafetensorError, safe_open  # noqa: PLC0415
+    except ImportError as error:
+        raise ImportError(f"reading a checkpoint needs {error.name}: pip install 'tridraft[hf]'") from error
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except SafetensorError as error:
+        raise ValueError(f"{path}: not a valid safetensors file ({error})") from error
+
+
+def tensor_names(directory: str | Path) -> list[str]:
+    """The names of the checkpoint's tensors; reads none of them.
+
+    Raises:
+        FileNotFoundError: no safetensors file.
+        ValueError: the file is not valid safetensors, or the index names no files.
+    """
+    directory = Path(directory)
+    weight_map = _weight_map(directory)
+    if weight_map is not None:
+        return list(weight_map)
+    (path,) = _safetensors_files(directory, None)
+    with _safe_open(path) as file:
+        return list(file.keys())
+
+
+def iterate_tensors(
+    directory: str | Path, *, keep: Callable[[str], bool] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """The checkpoint's tensors, one at a time, on the CPU; a progress bar where stderr is a terminal.
+
+    Args:
+        directory: the checkpoint.
+        keep: whether a tensor of this name is wanted; files without any are not opened. None wants all.
 
     Raises:
         FileNotFoundError: no safetensors file, or a shard that the index names is absent.
         ValueError: a file is not valid safetensors.
     """
     try:
-        from safetensors import SafetensorError, safe_open  # noqa: PLC0415
+        from safetensors import SafetensorError  # noqa: PLC0415
         from tqdm import tqdm  # noqa: PLC0415
     except ImportError as error:
         raise ImportError(f"reading a checkpoint needs {error.name}: pip install 'tridraft[hf]'") from error
 
     directory = Path(directory)
-    files = _safetensors_files(directory)
+    files = _safetensors_files(directory, keep)
     show = sys.stderr.isatty()
     with tqdm(total=len(files), desc=f"loading {directory.name}", unit="file", disable=not show) as bar:
         for path in files:
             try:
-                with safe_open(path, framework="pt", device="cpu") as file:
-                    names = list(file.keys())
+                with _safe_open(path) as file:
+                    names = [name for name in file.keys() if keep is None or keep(name)]  # noqa: SIM118 — no iterator
                     for index, name in enumerate(names):
                         yield name, file.get_tensor(name)
                         bar.update(1 / len(names))
@@ -118,6 +170,7 @@ def fill(
     *,
     optional: Iterable[str] = (),
     tied: Mapping[str, str] | None = None,
+    merged: Mapping[str, Sequence[str]] | None = None,
 ) -> LoadReport:
     """Copy checkpoint tensors into their destinations, casting floats to the destination's dtype.
 
@@ -126,13 +179,16 @@ def fill(
         tensors: the checkpoint, in any order.
         optional: names that the checkpoint may lack.
         tied: for each name that a checkpoint may repeat, the name of the destination it has to equal.
+        merged: for each destination that a checkpoint may hold in parts instead, the names of the parts, which are
+            destinations too.
 
     Raises:
         ValueError: a tied tensor differs from the one it is tied to.
     """
     tied = dict(tied or {})
+    merged = merged or {}
     optional = set(optional)
-    missing = set(destinations)
+    missing = set(destinations) - set(merged)
     misshapen, unexpected, repeated = [], [], {}
     for name, tensor in tensors:
         if name in tied:
@@ -142,7 +198,7 @@ def fill(
         if destination is None:
             unexpected.append(name)
             continue
-        missing.discard(name)
+        missing -= {name, *merged.get(name, ())}
         if destination.shape != tensor.shape:
             misshapen.append(f"{name} (got {list(tensor.shape)}, needs {list(destination.shape)})")
             continue

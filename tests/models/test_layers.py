@@ -8,7 +8,14 @@ from torch import nn
 
 from _compare import assert_close_to_float64
 from tridraft.models import layers
-from tridraft.models.layers import GatedMLP, Linear, RMSNorm, RotaryFrequencies, rotary_frequencies
+from tridraft.models.layers import (
+    GatedMLP,
+    Linear,
+    RMSNorm,
+    RotaryFrequencies,
+    rope_parameters,
+    rotary_frequencies,
+)
 
 
 def test_docstring_examples():
@@ -36,6 +43,43 @@ def test_frequencies_are_bitwise_those_of_transformers(kind, fraction, head_dim)
     assert torch.equal(ours, theirs)
 
 
+LLAMA31 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+@pytest.mark.parametrize("scaling", [{"rope_type": "linear", "factor": 4.0}, {"rope_type": "llama3", **LLAMA31}])
+def test_scaled_frequencies_are_bitwise_those_of_transformers(scaling, fraction, head_dim):
+    transformers = pytest.importorskip("transformers")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = {"rope_theta": 500_000.0, "partial_rotary_factor": fraction, **scaling}
+    config = transformers.LlamaConfig(head_dim=head_dim, rope_parameters=rope, max_position_embeddings=131_072)
+    theirs, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, "cpu")
+    assert factor == 1.0
+    assert torch.equal(rotary_frequencies(rope, head_dim), theirs)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, {"rope_theta": 10_000.0}),
+        ({"rope_theta": 5e5, "partial_rotary_factor": 0.5}, {"rope_theta": 5e5, "partial_rotary_factor": 0.5}),
+        ({"rope_theta": 5e5, "rope_scaling": None}, {"rope_theta": 5e5}),
+        (
+            {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0},
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}, "rope_theta": 5.0},
+            {"rope_theta": 1e6, "rope_type": "default"},
+        ),
+    ],
+)
+def test_rope_parameters_of_older_configurations(config, expected):
+    assert rope_parameters(config) == expected
+
+
 def test_other_rope_types_are_refused():
     with pytest.raises(ValueError, match="rope_type: got 'yarn'"):
         rotary_frequencies({"rope_type": "yarn", "rope_theta": 1e4}, 64)
@@ -56,6 +100,11 @@ def test_linear_writes_into_a_strided_view(device):
     buffer = torch.zeros(5, 80, device=device)
     view = buffer[:, 16:48]
     assert linear(x, out=view).data_ptr() == view.data_ptr()
+    torch.testing.assert_close(view, linear(x))
+    linear.set_bias(True)
+    assert linear.bias is not None
+    linear.bias.copy_(torch.arange(32))
+    torch.testing.assert_close(linear(x, out=view), x @ linear.weight.T + torch.arange(32, device=device))
     torch.testing.assert_close(view, linear(x))
     assert (buffer[:, :16] == 0).all()
     assert (buffer[:, 48:] == 0).all()

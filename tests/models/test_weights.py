@@ -16,7 +16,7 @@ from _tiny_gemma4 import VARIANTS, assistant_config, random_tensors, tiny_pair
 from tridraft.models.gemma4_mtp import Gemma4MTP, Gemma4MTPConfig
 from tridraft.models.hf_target import HFTarget
 from tridraft.models.paged import KVSpec
-from tridraft.models.weights import iterate_tensors, read_json
+from tridraft.models.weights import iterate_tensors, read_json, tensor_names
 
 ORDERING, CENTROIDS = "masked_embedding.token_ordering", "masked_embedding.centroids.weight"
 
@@ -107,6 +107,25 @@ def test_sharded_checkpoint(tmp_path):
     (sharded / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(ValueError, match=r"index\.json: needs a 'weight_map'"):
         load(sharded)
+
+
+def test_names_and_a_part_of_a_checkpoint(tmp_path):
+    tensors = {f"{part}.{index}": torch.full((2,), float(index)) for part in ("body", "head") for index in range(3)}
+    (tmp_path / "one").mkdir()
+    save_file(tensors, tmp_path / "one" / "model.safetensors")
+    (tmp_path / "many").mkdir()
+    weight_map = {name: f"{name[:4]}.safetensors" for name in tensors}
+    (tmp_path / "many" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    save_file({name: tensors[name] for name in tensors if "head" in name}, tmp_path / "many" / "head.safetensors")
+    for directory in (tmp_path / "one", tmp_path / "many"):
+        assert sorted(tensor_names(directory)) == sorted(tensors)
+        kept = dict(iterate_tensors(directory, keep=lambda name: name.startswith("head")))
+        assert sorted(kept) == ["head.0", "head.1", "head.2"]
+        assert torch.equal(kept["head.2"], tensors["head.2"])
+    with pytest.raises(FileNotFoundError, match=r"body\.safetensors"):
+        dict(iterate_tensors(tmp_path / "many"))
+    with pytest.raises(FileNotFoundError, match=r"no model\.safetensors"):
+        tensor_names(tmp_path)
 
 
 def test_loading_twice_replaces_everything():

@@ -228,7 +228,11 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
 
     def capture(self) -> None:
         passed, step = self.passed, self.step
-        for buffer in (passed.query_start_loc, passed.seq_lens, passed.num_rejected, step.seq_lens):
+        indices = [passed.query_start_loc, passed.seq_lens, passed.num_rejected]
+        indices += [step.input_ids, step.positions, step.seq_lens, self.drafts]
+        if self.writes_draft_kv:
+            indices += [self.prefill.input_ids, self.prefill.positions, self.prefill.last_token_indices]
+        for buffer in indices:
             buffer.zero_()
         passed.idx_mapping.fill_(-1)  # warming up runs over padding and writes no key
         managers = (self.mixed_graphs, self.verify_graphs, self.decode_graphs)
@@ -255,7 +259,7 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         self._check_tokens(batch, hidden)
         if not self.writes_draft_kv:
             multimodal = None  # its one row a request is the newest token, which is text
-        wanted = Bucket(batch.num_tokens, batch.num_reqs, batch.max_query_len, steps)
+        wanted = Bucket(batch.num_tokens, batch.num_reqs, max(batch.max_query_len, 1), steps)
         wanted, eager = self.agree(wanted, eager=multimodal is not None)
         if self.writes_draft_kv:
             self.stage(batch, verify, sampling)

@@ -3,6 +3,7 @@
 Every pass packs what each running request has to compute next, a chunk of its prompt or its newest token with the
 drafts after it, into one forward of the target; verifies all drafts on the device; drafts again; and then reads the
 emitted tokens back in one transfer. Without a speculator the same loop is plain decoding: a verify row has no drafts.
+On a GPU the forward of a pass without prompts, and drafting, are replays of CUDA graphs captured at the start.
 """
 
 import time
@@ -17,12 +18,13 @@ from torch import Tensor
 from tridraft.kernels._op import cdiv
 from tridraft.kernels.draft_inputs import compute_slot_mapping
 from tridraft.kernels.rejection import rejection_sample
-from tridraft.models.hf_target import HFTarget
+from tridraft.models.hf_target import HFTarget, TargetOutput
 from tridraft.models.paged import AttentionBatch
 from tridraft.speculator.base import BaseSpeculator
 from tridraft.speculator.batch import InputBatch, SamplingState, VerifyResult
 from tridraft.speculator.kv_cache import KVCache
 from tridraft.speculator.request import Chunk, Completion, FinishReason, Request, Statistics
+from tridraft.speculator.target_graphs import TargetGraphs
 
 
 @dataclass
@@ -155,8 +157,14 @@ class SpeculativeDecoder:
             dtype=target.dtype,
             device=target.device,
         )
+        self._target_graphs: TargetGraphs | None = None
+        if target.device.type == "cuda":
+            aux_layers = tuple(speculator.aux_layers) if speculator else ()
+            self._target_graphs = TargetGraphs(target, self.kv, aux_layers=aux_layers, max_query_len=steps + 1)
+            self._target_graphs.capture()
         if speculator:
             speculator.set_kv_cache(self.kv)
+            speculator.capture()
         self.stats = Statistics()
 
         device = target.device
@@ -300,18 +308,7 @@ class SpeculativeDecoder:
         clock.mark()
         packed = self._pack(rows)
         batch = packed.batch
-        tables = self.kv.block_tables(batch.idx_mapping)
-        attention = AttentionBatch(
-            query_start_loc=batch.query_start_loc,
-            seq_lens=batch.seq_lens,
-            block_tables=tables,
-            slot_mappings=tuple(self._slot_mapping(batch, table) for table in tables),
-            max_query_len=batch.max_query_len,
-        )
-        aux_layers = self.speculator.aux_layers if self.speculator else ()
-        output = self.target.forward(
-            batch.input_ids, batch.positions, self.kv.layers, attention, packed.logits_rows, aux_layers=aux_layers
-        )
+        output = self._forward(packed)
         verified = rejection_sample(
             output.logits,
             self._drafts[packed.slots],
@@ -338,6 +335,26 @@ class SpeculativeDecoder:
         self.stats.verify_seconds += verify_seconds
         self.stats.draft_seconds += draft_seconds
         return emitted
+
+    def _forward(self, packed: _Packed) -> TargetOutput:
+        """The target's pass; a graph has logits of every token, which is what a pass without prompts asks for."""
+        batch = packed.batch
+        if self._target_graphs and batch.num_tokens == packed.logits_rows.shape[0]:
+            replayed = self._target_graphs.forward(batch)
+            if replayed is not None:
+                return replayed
+        tables = self.kv.block_tables(batch.idx_mapping)
+        attention = AttentionBatch(
+            query_start_loc=batch.query_start_loc,
+            seq_lens=batch.seq_lens,
+            block_tables=tables,
+            slot_mappings=tuple(self._slot_mapping(batch, table) for table in tables),
+            max_query_len=batch.max_query_len,
+        )
+        aux_layers = self.speculator.aux_layers if self.speculator else ()
+        return self.target.forward(
+            batch.input_ids, batch.positions, self.kv.layers, attention, packed.logits_rows, aux_layers=aux_layers
+        )
 
     def _slot_mapping(self, batch: InputBatch, table: Tensor) -> Tensor:
         return compute_slot_mapping(

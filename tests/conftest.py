@@ -17,14 +17,15 @@ IMPLS = ["triton"] if INTERPRET else ["eager", "triton"] if torch.cuda.is_availa
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out what cannot run here (deselected, so nothing is reported as skipped): tests marked `gpu` without a GPU,
-    and those marked `compiled` in the interpreter.
+    """Leave out what cannot run here (deselected, so nothing is reported as skipped): tests marked `gpu` with fewer GPUs
+    than they need, and those marked `compiled` in the interpreter.
     """
 
     def runs(item):
         if INTERPRET and item.get_closest_marker("compiled"):
             return False
-        return torch.cuda.is_available() or not item.get_closest_marker("gpu")
+        gpu = item.get_closest_marker("gpu")
+        return gpu is None or torch.cuda.device_count() >= gpu.kwargs.get("count", 1)
 
     left_out = [item for item in items if not runs(item)]
     if left_out:

@@ -1,0 +1,418 @@
+"""Drafting with heads that own their keys: EAGLE, EAGLE-3 and MTP, against full recomputes of every round."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from _head_references import EagleReference, MTPReference
+from _tiny_heads import (
+    eagle3_checkpoint,
+    eagle_checkpoint,
+    mtp_checkpoint,
+    tiny_target,
+    write_checkpoint,
+)
+from tridraft.models.hf_target import HFTarget
+from tridraft.models.paged import AttentionBatch
+from tridraft.speculator.base import BaseSpeculator
+from tridraft.speculator.batch import InputBatch, Multimodal, SamplingState, VerifyResult
+from tridraft.speculator.config import SpeculatorConfig
+from tridraft.speculator.decoder import SpeculativeDecoder
+from tridraft.speculator.factory import init_speculator
+from tridraft.speculator.kv_cache import KVCache
+from tridraft.speculator.request import Request
+
+STEPS, NEW = 3, 14
+MAKERS: dict[str, Callable[..., Any]] = {"eagle": eagle_checkpoint, "eagle3": eagle3_checkpoint, "mtp": mtp_checkpoint}
+PROMPTS = [
+    torch.randint(3, 128, (length,), generator=torch.Generator().manual_seed(length)).tolist() for length in (5, 11, 23)
+]
+
+
+@dataclass
+class Pair:
+    """A tiny target with a head: as ours, and as the modules of `transformers` they have to agree with."""
+
+    method: str
+    directory: Path
+    target: HFTarget
+    reference: Any
+    head: Any
+    tensors: dict[str, Tensor]
+    aux_layers: tuple[int, ...]
+
+    def greedy(self, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
+        ids = torch.tensor([prompt], device=self.target.device)
+        return self.reference.generate(ids, max_new_tokens=max_new_tokens, do_sample=False)[0, len(prompt) :].tolist()
+
+    @torch.no_grad()
+    def drafts(self, sequence: Sequence[int], steps: int, embeds: Tensor | None = None) -> list[int]:
+        """What the head drafts after x_0 … x_P, from whole sequences and no cache.
+
+        `embeds` [P + 1, H] stands for what the target saw instead of embeddings of ids.
+        """
+        ids = torch.tensor(sequence, device=self.target.device)
+        table: Tensor = self.reference.get_input_embeddings().weight
+        seen = table[ids] if embeds is None else embeds
+        states = self.reference(inputs_embeds=seen[None, :-1], output_hidden_states=True, use_cache=False).hidden_states
+        if self.method == "eagle3":
+            hidden = self.head.combine(torch.cat([states[layer][0] for layer in self.aux_layers], -1))
+        else:
+            hidden = states[-1][0]
+        following, drafted = seen[1:], []
+        own = self.tensors.get("lm_head.weight")
+        weight = self.reference.get_output_embeddings().weight if own is None else own
+        for _ in range(steps):
+            head_hidden, feedback = self.head.whole(following, hidden)
+            token = int((weight @ head_hidden[-1]).argmax())
+            drafted.append(token + int(self.tensors["d2t"][token]) if "d2t" in self.tensors else token)
+            following = torch.cat((following, table[drafted[-1:]]))
+            hidden = torch.cat((hidden, feedback[-1:]))
+        return drafted
+
+    def speculator(self, steps: int = STEPS, **options: Any) -> Any:
+        sizes = {"max_num_reqs": 4, "max_model_len": 128, "max_num_batched_tokens": 64, **options}
+        speculator = init_speculator(
+            SpeculatorConfig(self.method, self.directory, num_speculative_tokens=steps, **sizes)  # type: ignore[arg-type]
+        )
+        speculator.load_model(self.target)
+        return speculator
+
+
+@pytest.fixture(scope="session")
+def pairs(device, tmp_path_factory) -> Callable[[str], Pair]:
+    made: dict[str, Pair] = {}
+
+    def make(method: str) -> Pair:
+        if method not in made:
+            ours, theirs = tiny_target(device=device), tiny_target(device=device)
+            config, tensors = MAKERS[method](theirs.config)
+            directory = write_checkpoint(tmp_path_factory.mktemp(method), config, tensors)
+            moved = {name: tensor.to(device) for name, tensor in tensors.items()}
+            head = (
+                MTPReference("deepseek_v3", config, tensors) if method == "mtp" else EagleReference(config, tensors)
+            ).to(device)
+            depth = theirs.config.num_hidden_layers
+            aux = (2, depth // 2, depth - 3) if method == "eagle3" else ()
+            made[method] = Pair(method, directory, HFTarget(ours), theirs, head, moved, aux)
+        return made[method]
+
+    return make
+
+
+@pytest.fixture(params=MAKERS)
+def pair(request, pairs) -> Pair:
+    return pairs(request.param)
+
+
+class Directed(BaseSpeculator):
+    """Keeps what another speculator drafts in each round, and hands out drafts of which the wanted number is right."""
+
+    def __init__(self, inner: Any, sequences: Sequence[Sequence[int]], accept: Callable[[int], int]) -> None:
+        self.inner, self.sequences, self.accept = inner, sequences, accept
+        self.num_speculative_tokens, self.aux_layers = inner.num_speculative_tokens, inner.aux_layers
+        self.kv_specs = inner.kv_specs
+        self.rounds: list[tuple[list[int], list[int]]] = []
+
+    def load_model(self, target: Any) -> None:
+        self.inner.load_model(target)
+
+    def set_kv_cache(self, kv: KVCache) -> None:
+        self.inner.set_kv_cache(kv)
+
+    def capture(self) -> None:
+        self.inner.capture()
+
+    def propose(
+        self, batch: InputBatch, verify: VerifyResult, sampling: SamplingState, hidden: Tensor, **options: Any
+    ) -> Tensor:
+        drafted = self.inner.propose(batch, verify, sampling, hidden, **options).tolist()
+        out = []
+        for row, slot in enumerate(batch.idx_mapping.tolist()):
+            length = int(batch.seq_lens[row] - verify.num_rejected[row])
+            self.rounds.append((list(self.sequences[slot][: length + 1]), drafted[row]))
+            following = [*self.sequences[slot][length + 1 :], *[0] * STEPS][: self.num_speculative_tokens]
+            right = self.accept(length)
+            out.append([token if step < right else (token + 1) % 128 for step, token in enumerate(following)])
+        return torch.tensor(out, device=hidden.device)
+
+
+def decode(pair: Pair, accept: Callable[[int], int] | None, prompts=PROMPTS, steps=STEPS, **options):
+    """Greedy completions of the prompts, checked, and the rounds of the drafter under `Directed` (`accept` given)."""
+    sizes = {"max_num_reqs": 4, "max_model_len": 128, "max_num_batched_tokens": 64, **options}
+    inner = pair.speculator(steps, **sizes)
+    outputs = [pair.greedy(ids, NEW + steps) for ids in prompts]
+    speculator = inner
+    if accept is not None:
+        speculator = Directed(inner, [[*a, *b] for a, b in zip(prompts, outputs, strict=True)], accept)
+    decoder = SpeculativeDecoder(pair.target, speculator, block_size=4, **sizes)
+    completions = decoder.generate([Request(ids, NEW) for ids in prompts])
+    assert [one.output_ids for one in completions] == [output[:NEW] for output in outputs]
+    return completions, speculator
+
+
+def test_greedy_text_is_that_of_transformers(pair):
+    completions, _ = decode(pair, None)
+    assert all(len(one.accepted) for one in completions)
+
+
+@pytest.mark.parametrize("budget", [64, 13])
+def test_every_rounds_drafts_are_those_of_a_full_recompute(pair, budget):
+    """After acceptances of every length, ragged, with prompts whole and in chunks whose next token is the prompt's."""
+    right = torch.randint(0, STEPS + 1, (128,), generator=torch.Generator().manual_seed(2)).tolist()
+    completions, directed = decode(pair, right.__getitem__, max_num_reqs=3, max_num_batched_tokens=budget)
+    assert {count for one in completions for count in one.accepted} == set(range(STEPS + 1))
+    assert len(directed.rounds) >= 12 if budget == 64 else 16
+    for sequence, drafted in directed.rounds:
+        assert drafted == pair.drafts(sequence, STEPS)
+
+
+def test_a_slot_and_its_blocks_are_used_again(pair):
+    """Seven prompts through two slots: a request finds nothing of the one before it."""
+    prompts = [ids[:length] for ids in PROMPTS for length in (3, 5)] + [PROMPTS[1]]
+    speculator = pair.speculator(max_num_reqs=2)
+    decoder = SpeculativeDecoder(
+        pair.target,
+        speculator,
+        max_num_reqs=2,
+        max_model_len=128,
+        block_size=4,
+        num_blocks=14,
+        max_num_batched_tokens=64,
+    )
+    completions = decoder.generate([Request(ids, NEW) for ids in prompts])
+    alone = [decoder.generate([Request(ids, NEW)])[0] for ids in prompts]
+    assert completions == alone
+    assert [one.output_ids for one in completions] == [pair.greedy(ids, NEW) for ids in prompts]
+
+
+def one_pass(pair: Pair, speculator: Any, sequences: Sequence[Sequence[int]], *, rejected=None, block_size=16):
+    """The pass over each sequence but its last token, that one sampled, and `rejected` wrong drafts behind it."""
+    rejected = rejected or [0] * len(sequences)
+    length, slots = speculator.config.max_model_len, range(len(sequences))
+    kv = KVCache(
+        [*pair.target.kv_specs, *speculator.kv_specs],
+        num_blocks=4 * length // block_size,
+        block_size=block_size,
+        max_num_reqs=speculator.config.max_num_reqs,
+        max_model_len=length,
+        dtype=pair.target.dtype,
+        device=pair.target.device,
+    )
+    speculator.set_kv_cache(kv)
+    decoder = SpeculativeDecoder(
+        pair.target, None, max_num_reqs=speculator.config.max_num_reqs, max_model_len=length, block_size=block_size
+    )
+    decoder.kv = kv
+    ids, positions, starts = [], [], [0]
+    for slot, (sequence, wrong) in enumerate(zip(sequences, rejected, strict=True)):
+        computed = [*sequence[:-1], *[1] * wrong]
+        ids, positions = ids + computed, positions + list(range(len(computed)))
+        starts.append(len(ids))
+        kv.reserve(slot, min(len(computed) + STEPS + 1, length))
+
+    def ints(values: Any, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=pair.target.device)
+
+    lengths = [len(sequence) - 1 + wrong for sequence, wrong in zip(sequences, rejected, strict=True)]
+    batch = InputBatch(
+        input_ids=ints(ids, torch.int64),
+        positions=ints(positions, torch.int64),
+        query_start_loc=ints(starts),
+        seq_lens=ints(lengths),
+        idx_mapping=ints(list(slots)),
+        num_reqs=len(sequences),
+        num_tokens=len(ids),
+        max_query_len=max(lengths),
+    )
+    last = torch.zeros(speculator.config.max_num_reqs, dtype=torch.int64, device=pair.target.device)
+    last[: len(sequences)] = ints([sequence[-1] for sequence in sequences], torch.int64)
+    verify = VerifyResult(ints([1] * len(sequences)), ints(rejected), last, torch.zeros_like(last))
+    zeros = torch.zeros(speculator.config.max_num_reqs, device=pair.target.device)
+    rows = torch.arange(len(ids), device=pair.target.device)
+    tables = kv.block_tables(batch.idx_mapping)
+    attention = AttentionBatch(
+        batch.query_start_loc,
+        batch.seq_lens,
+        tables,
+        tuple(decoder._slot_mapping(batch, table) for table in tables),
+        batch.max_query_len,
+    )
+    output = pair.target.forward(
+        batch.input_ids, batch.positions, kv.layers, attention, rows, aux_layers=speculator.aux_layers
+    )
+    hidden = output.hidden if output.aux_hidden is None else torch.cat(output.aux_hidden, -1)
+    return kv, (batch, verify, SamplingState(zeros, zeros.long()), hidden)
+
+
+def own_caches(kv: KVCache, speculator: Any) -> list[Tensor]:
+    """Copies of the drafter's keys and values."""
+    return [cache.clone() for layer in speculator.layers for cache in (layer.k_cache, layer.v_cache)]
+
+
+def test_positions_advance_and_keys_are_written(pair, monkeypatch):
+    """C13, C14: rejected tokens shorten the length, steps go on from there, each writing one key."""
+    speculator, sequences = pair.speculator(), [PROMPTS[1], PROMPTS[2]]
+    _, arguments = one_pass(pair, speculator, sequences, rejected=[3, 0])
+    seen, run_model = [], speculator.run_model
+
+    def logged(input_ids, positions, hidden, batch, step, **options):
+        seen.append((positions.tolist(), batch.seq_lens.tolist(), batch.slot_mappings[0].tolist()))
+        return run_model(input_ids, positions, hidden, batch, step, **options)
+
+    monkeypatch.setattr(speculator, "run_model", logged)
+    drafts = speculator.propose(*arguments).tolist()
+    assert drafts == [pair.drafts(sequence, STEPS) for sequence in sequences]
+    assert seen[0][0] == [*range(10), 0, 0, 0, *range(22)]
+    assert seen[0][2][10:13] == [-1] * 3
+    assert [positions for positions, _, _ in seen[1:]] == [[10, 22], [11, 23]]
+    assert [lengths for _, lengths, _ in seen[1:]] == [[11, 23], [12, 24]]
+    assert all(slot >= 0 for _, _, slots in seen[1:] for slot in slots)
+
+
+def test_near_the_end_no_other_request_is_touched(pair, monkeypatch):
+    """C12, C16: at most 64 positions and a last one of 62: the same forwards, the last of them without a slot."""
+    sequence = [*(PROMPTS[2] * 3)[:64]]
+    speculator = pair.speculator(max_model_len=64, max_num_batched_tokens=96)
+    kv, arguments = one_pass(pair, speculator, [sequence, PROMPTS[0]])
+    seen, run_model = [], speculator.run_model
+
+    def logged(input_ids, positions, hidden, batch, step, **options):
+        seen.append((positions.tolist(), batch.seq_lens.tolist(), batch.slot_mappings[0].tolist()))
+        return run_model(input_ids, positions, hidden, batch, step, **options)
+
+    monkeypatch.setattr(speculator, "run_model", logged)
+    free = set(range(kv.num_blocks)) - set(kv.tables[0].flatten().tolist())
+    before = own_caches(kv, speculator)
+    drafts = speculator.propose(*arguments).tolist()
+    assert len(seen) == STEPS
+    assert [(p[0], n[0], slot[0] >= 0) for p, n, slot in seen[1:]] == [(63, 64, True), (63, 64, False)]
+    assert all(0 <= token < 128 for row in drafts for token in row)
+    for now, then in zip(own_caches(kv, speculator), before, strict=True):
+        assert torch.equal(now[sorted(free)], then[sorted(free)])
+
+
+def test_padding_and_dummy_steps_write_nothing(pair):
+    """C7, C15: rows of padding with counts left over from another batch, and a batch of no requests."""
+    speculator, sequences = pair.speculator(), [PROMPTS[1], PROMPTS[0]]
+    kv, (batch, verify, sampling, hidden) = one_pass(pair, speculator, sequences)
+    alone = speculator.propose(batch, verify, sampling, hidden).tolist()
+    after = own_caches(kv, speculator)
+
+    def pad(tensor: Tensor, value: int) -> Tensor:
+        return torch.cat((tensor, torch.full((2,), value, dtype=tensor.dtype, device=tensor.device)))
+
+    padded = replace(
+        batch,
+        query_start_loc=pad(batch.query_start_loc, batch.num_tokens),
+        seq_lens=pad(batch.seq_lens, 0),
+        idx_mapping=pad(batch.idx_mapping, -1),
+        num_reqs=4,
+    )
+    counts = replace(verify, num_sampled=pad(verify.num_sampled, 0), num_rejected=pad(verify.num_rejected, 7))
+    assert speculator.propose(padded, counts, sampling, hidden)[:2].tolist() == alone
+    again = own_caches(kv, speculator)
+    # the real rows' own keys come out of a product with more rows, which may round in another order
+    torch.testing.assert_close(again, after, rtol=1e-5, atol=1e-5)
+    none = replace(
+        batch,
+        input_ids=batch.input_ids[:0],
+        positions=batch.positions[:0],
+        query_start_loc=batch.query_start_loc[:1],
+        seq_lens=batch.seq_lens[:0],
+        idx_mapping=batch.idx_mapping[:0],
+        num_reqs=0,
+        num_tokens=0,
+        max_query_len=0,
+    )
+    nothing = replace(verify, num_sampled=verify.num_sampled[:0], num_rejected=verify.num_rejected[:0])
+    assert speculator.propose(none, nothing, sampling, hidden[:0]).shape == (0, STEPS)
+    assert all(torch.equal(now, then) for now, then in zip(own_caches(kv, speculator), again, strict=True))
+
+
+def test_fewer_drafts_and_none(pair):
+    """C9: K may change from call to call; with none, the drafter's keys stay in step."""
+    speculator, sequences = pair.speculator(), [PROMPTS[1], PROMPTS[0]]
+    kv, arguments = one_pass(pair, speculator, sequences)
+    assert speculator.propose(*arguments, num_speculative_tokens=0).shape == (2, 0)
+    assert any(cache.any() for cache in own_caches(kv, speculator))
+    expected = [pair.drafts(sequence, STEPS) for sequence in sequences]
+    for count in (1, 3, 2):
+        drafts = speculator.propose(*arguments, num_speculative_tokens=count)
+        assert drafts.tolist() == [row[:count] for row in expected]
+    with pytest.raises(ValueError, match="num_speculative_tokens: got 4, needs 0 to 3"):
+        speculator.propose(*arguments, num_speculative_tokens=4)
+
+
+def test_embeddings_of_images(pair):
+    """Made-up image embeddings in a ragged batch: each row's following token is what the target saw there."""
+    speculator, sequences = pair.speculator(), [PROMPTS[1], PROMPTS[2], PROMPTS[0]]
+    _, (batch, verify, sampling, _) = one_pass(pair, speculator, sequences)
+    table = pair.reference.get_input_embeddings().weight
+    embeds = table[batch.input_ids].clone()
+    mask = torch.zeros(batch.num_tokens, dtype=torch.bool, device=embeds.device)
+    # an image inside the first request, one that begins the second, one that ends the third's pass
+    for start, end in ((3, 7), (10, 13), (34, 36)):
+        mask[start:end] = True
+    embeds[mask] = torch.randn(int(mask.sum()), embeds.shape[1], device=embeds.device)
+    starts = batch.query_start_loc.tolist()
+    hidden, expected = [], []
+    for row, sequence in enumerate(sequences):
+        seen = torch.cat((embeds[starts[row] : starts[row + 1]], table[sequence[-1:]]))
+        states = pair.reference(inputs_embeds=seen[None, :-1], output_hidden_states=True, use_cache=False).hidden_states
+        layers = pair.aux_layers or (-1,)
+        hidden.append(torch.cat([states[layer][0] for layer in layers], -1))
+        expected.append(pair.drafts(sequence, STEPS, seen))
+    drafts = speculator.propose(
+        batch, verify, sampling, torch.cat(hidden), multimodal=Multimodal(embeds, mask)
+    ).tolist()
+    assert drafts == expected
+    assert speculator.propose(batch, verify, sampling, torch.cat(hidden)).tolist() != expected
+
+
+def test_sampled_drafts_leave_their_logits(pair):
+    """What verification reads as q is what each draft was drawn from, −inf outside the draft vocabulary."""
+    speculator = pair.speculator(draft_sampling="probabilistic")
+    _, (batch, verify, _, hidden) = one_pass(pair, speculator, [PROMPTS[1], PROMPTS[0]])
+    device = hidden.device
+    temperature = torch.tensor([0.8, 0.0, 1.0, 1.0], device=device)
+    sampling = SamplingState(temperature, torch.arange(4, device=device))
+    drafts = speculator.propose(batch, verify, sampling, hidden)
+    logits = speculator.draft_logits
+    assert logits[:2].gather(2, drafts[..., None]).isfinite().all()
+    assert torch.equal(logits[1].argmax(-1), drafts[1])
+    outside = 128 - len(pair.tensors["d2t"]) if "d2t" in pair.tensors else 0
+    assert (logits[:2].isinf().sum(-1) == outside).all()
+
+
+def test_a_text_longer_than_the_head_was_made_for_is_refused(pair, tmp_path):
+    config, tensors = MAKERS[pair.method](pair.reference.config, max_position_embeddings=100)
+    short = replace(pair, directory=write_checkpoint(tmp_path, config, tensors))
+    with pytest.raises(ValueError, match="max_model_len: got 128, the draft model ends at 100 tokens"):
+        short.speculator()
+
+
+def test_arguments_are_checked(pair):
+    speculator = pair.speculator(max_num_batched_tokens=20)
+    with pytest.raises(ValueError, match="batch: got 32 tokens, max_num_batched_tokens is 20"):
+        speculator.propose(*one_pass(pair, speculator, [PROMPTS[1], PROMPTS[2]])[1])
+    speculator = pair.speculator()
+    _, (batch, verify, sampling, hidden) = one_pass(pair, speculator, [PROMPTS[1]])
+    with pytest.raises(ValueError, match=r"hidden: got shape \[9, "):
+        speculator.propose(batch, verify, sampling, hidden[1:])
+    plain = KVCache(
+        pair.target.kv_specs,
+        num_blocks=8,
+        block_size=16,
+        max_num_reqs=4,
+        max_model_len=128,
+        dtype=torch.float32,
+        device=hidden.device,
+    )
+    with pytest.raises(ValueError, match="kv: got 8 layers, needs the target's 8 and then the drafter's 1"):
+        speculator.set_kv_cache(plain)

@@ -7,111 +7,9 @@
 import triton
 import triton.language as tl
 
+from tridraft.kernels._attention_loop import NOT_YET, PAIR, attend, mean, raise_queries, score_scale, whole_blocks
 from tridraft.kernels._op import DEBUG
 from tridraft.kernels._pdl import pdl_wait
-
-LOG2E = tl.constexpr(1.4426950408889634)
-NOT_YET = tl.constexpr(-1e30)
-"""Running maximum before the first visible key: finite, so that a row without keys never subtracts two infinities."""
-
-
-@triton.jit
-def _upcast(x, dtype: tl.constexpr):
-    """Stored keys or values in the dtype of the products; uint8 is float8_e4m3fn where the GPU has no such type."""
-    if x.dtype == tl.uint8:
-        bits = x.to(tl.uint16)
-        x = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
-    return x.to(dtype)
-
-
-@triton.jit
-def _attend(
-    acc,  # [BLOCK_M, BLOCK_V] f32
-    peak,  # [BLOCK_M] f32, base-2 logarithm
-    total,  # [BLOCK_M] f32
-    q,  # [BLOCK_M, BLOCK_D]
-    positions,  # [BLOCK_M] key index of each row's own token, −1 for a row that sees nothing
-    begin,
-    end,
-    table_ptr,  # [M] int32, of one request
-    k_ptr,  # [num_blocks, BLOCK_SIZE, D], of one head
-    v_ptr,
-    offs_v,  # [BLOCK_V] columns of the values
-    stride_kb,
-    stride_ks,
-    stride_vb,
-    stride_vs,
-    num_blocks,
-    scale,
-    softcap,
-    window,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Online softmax over keys begin … end − 1, all of them visible to every row unless MASKED.
-
-    `end` is a whole number of tiles after `begin`, or past what any row sees.
-    """
-    offs_d = tl.arange(0, BLOCK_D)[None, :]
-    offs_v = offs_v[None, :]
-    # Every float8_e4m3fn is a float16, and float16 holds the weights better than bfloat16 does.
-    FP8: tl.constexpr = v_ptr.dtype.element_ty.primitive_bitwidth == 8
-    v_dtype: tl.constexpr = tl.float16 if FP8 and q.dtype != tl.float32 else q.dtype
-    offs_n = tl.arange(0, BLOCK_N)
-    next_block = tl.load(table_ptr + (begin + offs_n) // BLOCK_SIZE, mask=begin + offs_n < end, other=0)
-    # Whole blocks a tile leave the slots as they are, which is worth the registers where the sums leave some.
-    HOISTED: tl.constexpr = BLOCK_N % BLOCK_SIZE == 0 and acc.shape[0] * acc.shape[1] <= 16 * 512 and not FP8
-    slot = ((begin + offs_n) % BLOCK_SIZE).to(tl.int64)
-    for first in range(begin, end, BLOCK_N):
-        # The blocks of the next tile are read a tile ahead: loads that wait for loads are not pipelined as deeply.
-        keys = first + offs_n
-        block = next_block.to(tl.int64)
-        next_block = tl.load(table_ptr + (keys + BLOCK_N) // BLOCK_SIZE, mask=keys + BLOCK_N < end, other=0)
-        tl.device_assert((block >= 0) & (block < num_blocks), "block_table: no such block")
-        if not HOISTED:
-            slot = (keys % BLOCK_SIZE).to(tl.int64)
-        k_offsets = (block * stride_kb + slot * stride_ks)[:, None] + offs_d
-        v_offsets = (block * stride_vb + slot * stride_vs)[:, None] + offs_v
-        # A key past the end is one of block 0, which exists, and its score is masked; a value's NaN would survive that.
-        if HEAD_DIM != BLOCK_D:
-            k = tl.load(k_ptr + k_offsets, mask=offs_d < HEAD_DIM, other=0.0)
-        else:
-            k = tl.load(k_ptr + k_offsets)
-        if MASKED:
-            v = tl.load(v_ptr + v_offsets, mask=(keys < end)[:, None] & (offs_v < HEAD_DIM), other=0.0)
-        elif HEAD_DIM != BLOCK_D:
-            v = tl.load(v_ptr + v_offsets, mask=offs_v < HEAD_DIM, other=0.0)
-        else:
-            v = tl.load(v_ptr + v_offsets)
-        scores = tl.dot(q, tl.trans(_upcast(k, q.dtype)), input_precision="ieee") * scale
-        if softcap is not None:
-            # tanh(x) = 1 − 2 / (1 + exp(2x)), with the scale of x in `scale` already.
-            scores = (softcap * LOG2E) * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * LOG2E))))
-        if MASKED:
-            visible = keys <= positions[:, None]
-            if window is not None:
-                visible &= keys > positions[:, None] - window
-            scores = tl.where(visible, scores, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_peak[:, None])
-        decay = tl.exp2(peak - new_peak)
-        total = total * decay + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(v_dtype), _upcast(v, v_dtype), acc * decay[:, None], input_precision="ieee")
-        peak = new_peak
-    return acc, peak, total
-
-
-@triton.jit
-def _score_scale(scale, k_scale_ptr, head, softcap, K_SCALES: tl.constexpr):
-    """Factor of the raw products that leaves base-2 logits, or the argument of the soft cap's tanh."""
-    if k_scale_ptr is not None:
-        scale = scale * tl.load(k_scale_ptr + head % K_SCALES)
-    if softcap is not None:
-        return scale / softcap
-    return scale * LOG2E
 
 
 @triton.jit
@@ -130,14 +28,32 @@ def _output_rows(query_start_loc_ptr, request, first_query, head, offs_m, GROUP:
 
 
 @triton.jit
-def _tiles(requests, query_start_loc_ptr, seq_lens_ptr, num_requests, max_queries, window, BLOCK_N: tl.constexpr):
+def _first_key(seq_len, query_len, window):
+    """The first key that any query of a request sees."""
+    first = seq_len * 0
+    if window is not None:
+        first = tl.maximum(seq_len - query_len - window + 1, 0)
+    return first
+
+
+@triton.jit
+def _tiles(
+    requests,
+    query_start_loc_ptr,
+    seq_lens_ptr,
+    num_requests,
+    max_queries,
+    window,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """Tiles of keys that the requests have visible; none for one without queries or with more than max_queries."""
     mask = requests < num_requests
     query_len = tl.load(query_start_loc_ptr + requests + 1, mask=mask, other=0)
     query_len -= tl.load(query_start_loc_ptr + requests, mask=mask, other=0)
     keys = tl.load(seq_lens_ptr + requests, mask=mask, other=0)
-    if window is not None:
-        keys = tl.minimum(keys, window + query_len - 1)
+    first = _first_key(keys, query_len, window)
+    keys -= first - first % whole_blocks(BLOCK_SIZE, BLOCK_N)
     tiles = tl.maximum((keys + BLOCK_N - 1) // BLOCK_N, 1)
     return tl.where((query_len > 0) & (query_len <= max_queries), tiles, 0)
 
@@ -157,8 +73,8 @@ def _schedule(
     max_queries,
     budget,
     window,
+    BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_R: tl.constexpr,
     SPLIT_ONLY: tl.constexpr,
 ):
     """Find part `index` of all requests' parts; with SPLIT_ONLY, request `index` of those in more than one part.
@@ -167,28 +83,33 @@ def _schedule(
         The request (`num_requests` or more if there is none), the parts before it, the partial results before it
         (requests in one part leave none), and the number of tiles in the batch.
     """
+    # Sums of 32-bit integers over one warp's lanes are one instruction each, whose result the compiler knows to be the
+    # same for all threads: asynchronous products need that of their operands' addresses.
+    BLOCK_R: tl.constexpr = 32
     all_tiles = 0
     for base in range(0, num_requests, BLOCK_R):
         requests = base + tl.arange(0, BLOCK_R)
-        all_tiles += tl.sum(
-            _tiles(requests, query_start_loc_ptr, seq_lens_ptr, num_requests, max_queries, window, BLOCK_N)
+        tiles = _tiles(
+            requests, query_start_loc_ptr, seq_lens_ptr, num_requests, max_queries, window, BLOCK_SIZE, BLOCK_N
         )
-    # One sum of three counts of 21 bits each: a sum over a program's warps costs more than the arithmetic.
-    packed = tl.zeros([], tl.int64)
-    seen = tl.zeros([], tl.int64)
+        all_tiles += tl.sum(tiles)
+    request = 0
+    parts_before = 0
+    partials_before = 0
+    seen = 0
     for base in range(0, num_requests, BLOCK_R):
         requests = base + tl.arange(0, BLOCK_R)
-        tiles = _tiles(requests, query_start_loc_ptr, seq_lens_ptr, num_requests, max_queries, window, BLOCK_N)
-        splits = _splits(tiles, all_tiles, budget).to(tl.int64)
-        partials = tl.where(splits > 1, splits, 0)
-        counted = (splits > 1).to(tl.int64) if SPLIT_ONLY else splits
-        counts = (1 << 42) + (counted << 21) + partials
-        packed += tl.sum(tl.where(seen + tl.cumsum(counted) <= index, counts, 0))
+        tiles = _tiles(
+            requests, query_start_loc_ptr, seq_lens_ptr, num_requests, max_queries, window, BLOCK_SIZE, BLOCK_N
+        )
+        splits = _splits(tiles, all_tiles, budget)
+        counted = (splits > 1).to(tl.int32) if SPLIT_ONLY else splits
+        before = seen + tl.cumsum(counted) <= index
+        request += tl.sum(before.to(tl.int32))
+        parts_before += tl.sum(tl.where(before, counted, 0))
+        partials_before += tl.sum(tl.where(before & (splits > 1), splits, 0))
         if base + BLOCK_R < num_requests:
             seen += tl.sum(counted)
-    request = (packed >> 42).to(tl.int32)
-    parts_before = ((packed >> 21) & 0x1FFFFF).to(tl.int32)
-    partials_before = (packed & 0x1FFFFF).to(tl.int32)
     return request, parts_before, partials_before, all_tiles
 
 
@@ -246,13 +167,19 @@ def split_kernel(
     lane = tl.program_id(0) // COLUMNS
     head = lane % num_kv_heads
     part = tl.program_id(1)
-    # Sums over one warp's lanes need no barriers. Those over several warps end in a read that the compiler can tell is
-    # the same for all threads, without which every asynchronous product sets its operands up one register at a time.
-    BLOCK_R: tl.constexpr = 32 if BLOCK_M < 64 else 128
     request, parts_before, slot, all_tiles = part, part, 0, 0x7FFFFFFF
     if budget > 1:
         request, parts_before, slot, all_tiles = _schedule(
-            part, query_start_loc_ptr, seq_lens_ptr, num_requests, max_queries, budget, window, BLOCK_N, BLOCK_R, False
+            part,
+            query_start_loc_ptr,
+            seq_lens_ptr,
+            num_requests,
+            max_queries,
+            budget,
+            window,
+            BLOCK_SIZE,
+            BLOCK_N,
+            False,
         )
     if request >= num_requests:
         return
@@ -262,9 +189,8 @@ def split_kernel(
     first_query = lane // num_kv_heads * BLOCK_Q
     if (first_query >= query_len) | (query_len > max_queries):
         return
-    key_begin = 0
-    if window is not None:
-        key_begin = tl.maximum(seq_len - query_len - window + 1, 0)
+    first_key = _first_key(seq_len, query_len, window)
+    key_begin = first_key - first_key % whole_blocks(BLOCK_SIZE, BLOCK_N)
     tiles = tl.maximum((seq_len - key_begin + BLOCK_N - 1) // BLOCK_N, 1)
     splits = _splits(tiles, all_tiles, budget)
     part -= parts_before
@@ -281,24 +207,35 @@ def split_kernel(
     mask = mask_m[:, None] & (offs_d < HEAD_DIM)
     q = tl.load(q_ptr + (row * stride_qt + q_head * stride_qh)[:, None] + offs_d, mask=mask, other=0.0)
 
-    offs_v = tl.program_id(0) % COLUMNS * BLOCK_V + tl.arange(0, BLOCK_V)
-    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    PACKED: tl.constexpr = k_ptr.dtype.element_ty == PAIR
+    first_v = tl.program_id(0) % COLUMNS * BLOCK_V
+    scale = score_scale(scale, k_scale_ptr, head, softcap, K_SCALES)
+    q_odd = q
+    if PACKED:
+        q, scale = raise_queries(q, scale)
+        q, q_odd = tl.split(tl.reshape(q, [BLOCK_M, BLOCK_D // 2, 2]))
+    LOADED_V: tl.constexpr = BLOCK_V // 2 if PACKED else BLOCK_V
+    acc = tl.zeros([BLOCK_M, LOADED_V], tl.float32)
     peak = tl.full([BLOCK_M], NOT_YET, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    # Warps that share rows have different keys: with their weights added up at the end, a tile has one exchange less.
+    WIDE: tl.constexpr = BLOCK_M == 16
+    total = tl.zeros([BLOCK_M, BLOCK_N] if WIDE else [BLOCK_M], tl.float32)
     head_offset = head.to(tl.int64)
-    scale = _score_scale(scale, k_scale_ptr, head, softcap, K_SCALES)
-    acc, peak, total = _attend(
+    acc, acc_odd, peak, total = attend(
+        acc,
         acc,
         peak,
         total,
         q,
+        q_odd,
         positions,
+        first_key,
         begin,
         end,
         table_ptr + request.to(tl.int64) * stride_tr,
         k_ptr + head_offset * stride_kh,
         v_ptr + head_offset * stride_vh,
-        offs_v,
+        first_v // BLOCK_V * LOADED_V + tl.arange(0, LOADED_V),
         stride_kb,
         stride_ks,
         stride_vb,
@@ -309,16 +246,15 @@ def split_kernel(
         window,
         HEAD_DIM,
         BLOCK_SIZE,
-        BLOCK_D,
         BLOCK_N,
         True,
     )
+    if WIDE:
+        total = tl.sum(total, 1)
     row, q_head, mask_m = _output_rows(query_start_loc_ptr, request, first_query, head, offs_m, GROUP, BLOCK_Q)
+    offs_v = first_v + tl.arange(0, BLOCK_V)
     mask = mask_m[:, None] & (offs_v < HEAD_DIM)
-    norm = 1.0 / tl.where(total > 0, total, 1.0)
-    if v_scale_ptr is not None:
-        norm *= tl.load(v_scale_ptr + head % V_SCALES)
-    acc *= norm[:, None]
+    acc = mean(acc, acc_odd, total, v_scale_ptr, head, V_SCALES, PACKED, q.dtype)
     if splits == 1:
         out = out_ptr + (row * stride_ot + q_head * stride_oh)[:, None] + offs_v
         tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=mask)
@@ -344,6 +280,7 @@ def combine_kernel(
     window,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -366,13 +303,24 @@ def combine_kernel(
     request = 0
     while request < num_requests:
         request, _, slot, all_tiles = _schedule(
-            index, query_start_loc_ptr, seq_lens_ptr, num_requests, max_queries, budget, window, BLOCK_N, 32, True
+            index,
+            query_start_loc_ptr,
+            seq_lens_ptr,
+            num_requests,
+            max_queries,
+            budget,
+            window,
+            BLOCK_SIZE,
+            BLOCK_N,
+            True,
         )
         pdl_wait(PDL)
         out_row = tl.load(query_start_loc_ptr + request, mask=request < num_requests, other=0)
         query_end = tl.load(query_start_loc_ptr + request + 1, mask=request < num_requests, other=0)
         if out_row + query < query_end:
-            tiles = _tiles(request, query_start_loc_ptr, seq_lens_ptr, num_requests, max_queries, window, BLOCK_N)
+            tiles = _tiles(
+                request, query_start_loc_ptr, seq_lens_ptr, num_requests, max_queries, window, BLOCK_SIZE, BLOCK_N
+            )
             splits = _splits(tiles, all_tiles, budget)
             acc = tl.zeros([BLOCK_D], tl.float32)
             peak = NOT_YET
@@ -469,43 +417,50 @@ def prefill_kernel(
     mask = mask_m[:, None] & (offs_d < HEAD_DIM)
     q = tl.load(q_ptr + (row * stride_qt + q_head * stride_qh)[:, None] + offs_d, mask=mask, other=0.0)
 
-    offs_v = tl.program_id(0) % COLUMNS * BLOCK_V + tl.arange(0, BLOCK_V)
-    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    PACKED: tl.constexpr = k_ptr.dtype.element_ty == PAIR
+    first_v = tl.program_id(0) % COLUMNS * BLOCK_V
+    scale = score_scale(scale, k_scale_ptr, head, softcap, K_SCALES)
+    q_odd = q
+    if PACKED:
+        q, scale = raise_queries(q, scale)
+        q, q_odd = tl.split(tl.reshape(q, [BLOCK_M, BLOCK_D // 2, 2]))
+    LOADED_V: tl.constexpr = BLOCK_V // 2 if PACKED else BLOCK_V
+    offs_v = first_v // BLOCK_V * LOADED_V + tl.arange(0, LOADED_V)
+    acc = tl.zeros([BLOCK_M, LOADED_V], tl.float32)
+    acc_odd = acc
     peak = tl.full([BLOCK_M], NOT_YET, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     table_ptr += request.to(tl.int64) * stride_tr
     head_offset = head.to(tl.int64)
     k_ptr += head_offset * stride_kh
     v_ptr += head_offset * stride_vh
-    scale = _score_scale(scale, k_scale_ptr, head, softcap, K_SCALES)
-    begin = 0
+    first_key = _first_key(last_position + 1, last_position - first_position + 1, window)
+    begin = first_key - first_key % whole_blocks(BLOCK_SIZE, BLOCK_N)
     end = last_position + 1
     # Only the tiles at the window's edge and on the diagonal need masks; those between are visible to every row.
     if window is not None:
-        begin = tl.maximum(first_position - window + 1, 0)
         edge = tl.maximum(last_position - window + 1 - begin, 0)
         inner = begin + (edge + BLOCK_N - 1) // BLOCK_N * BLOCK_N
-        acc, peak, total = _attend(
-            acc, peak, total, q, positions, begin, tl.minimum(inner, end), table_ptr, k_ptr, v_ptr, offs_v,
-            stride_kb, stride_ks, stride_vb, stride_vs, num_blocks, scale, softcap, window,
-            HEAD_DIM, BLOCK_SIZE, BLOCK_D, BLOCK_N, True,
+        acc, acc_odd, peak, total = attend(
+            acc, acc_odd, peak, total, q, q_odd, positions, first_key, begin, tl.minimum(inner, end), table_ptr,
+            k_ptr, v_ptr, offs_v, stride_kb, stride_ks, stride_vb, stride_vs, num_blocks, scale, softcap, window,
+            HEAD_DIM, BLOCK_SIZE, BLOCK_N, True,
         )  # fmt: skip
         begin = inner
     diagonal = begin + tl.maximum(first_position + 1 - begin, 0) // BLOCK_N * BLOCK_N
-    acc, peak, total = _attend(
-        acc, peak, total, q, positions, begin, diagonal, table_ptr, k_ptr, v_ptr, offs_v,
-        stride_kb, stride_ks, stride_vb, stride_vs, num_blocks, scale, softcap, window,
-        HEAD_DIM, BLOCK_SIZE, BLOCK_D, BLOCK_N, False,
+    acc, acc_odd, peak, total = attend(
+        acc, acc_odd, peak, total, q, q_odd, positions, first_key, begin, diagonal, table_ptr,
+        k_ptr, v_ptr, offs_v, stride_kb, stride_ks, stride_vb, stride_vs, num_blocks, scale, softcap, window,
+        HEAD_DIM, BLOCK_SIZE, BLOCK_N, False,
     )  # fmt: skip
-    acc, peak, total = _attend(
-        acc, peak, total, q, positions, diagonal, end, table_ptr, k_ptr, v_ptr, offs_v,
-        stride_kb, stride_ks, stride_vb, stride_vs, num_blocks, scale, softcap, window,
-        HEAD_DIM, BLOCK_SIZE, BLOCK_D, BLOCK_N, True,
+    acc, acc_odd, peak, total = attend(
+        acc, acc_odd, peak, total, q, q_odd, positions, first_key, diagonal, end, table_ptr,
+        k_ptr, v_ptr, offs_v, stride_kb, stride_ks, stride_vb, stride_vs, num_blocks, scale, softcap, window,
+        HEAD_DIM, BLOCK_SIZE, BLOCK_N, True,
     )  # fmt: skip
     row, q_head, mask_m = _output_rows(query_start_loc_ptr, request, first_query, head, offs_m, GROUP, BLOCK_Q)
+    offs_v = first_v + tl.arange(0, BLOCK_V)
     mask = mask_m[:, None] & (offs_v < HEAD_DIM)
-    norm = 1.0 / tl.where(total > 0, total, 1.0)
-    if v_scale_ptr is not None:
-        norm *= tl.load(v_scale_ptr + head % V_SCALES)
     out = out_ptr + (row * stride_ot + q_head * stride_oh)[:, None] + offs_v
-    tl.store(out, (acc * norm[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
+    acc = mean(acc, acc_odd, total, v_scale_ptr, head, V_SCALES, PACKED, q.dtype)
+    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=mask)

@@ -117,7 +117,10 @@ def shared_memory(config: AttentionConfig, head_dim: int, dtype: torch.dtype, kv
     pair = config.block_n * (width + min(config.block_v, width)) * kv_dtype.itemsize
     # Asynchronous products read tiles in place, so one more pair is in use. Without a pipeline K and V share a tile.
     asynchronous = _has_wgmma(arch) and config.block_m >= 64
-    if asynchronous:
+    if asynchronous and kv_dtype != dtype:
+        # The products read tiles converted on the way.
+        tiles = (config.num_stages - 1) * pair + pair // kv_dtype.itemsize * dtype.itemsize
+    elif asynchronous:
         tiles = config.num_stages * pair
     else:
         tiles = (config.num_stages - 1) * pair or config.block_n * width * kv_dtype.itemsize
@@ -149,7 +152,10 @@ def split_config(
         # Windows are short and of one length: once they fill the GPU, splitting them costs more than it evens out.
         if windowed and rows <= 16 and 4 * programs >= 3 * arch.num_sms:
             # One program a multiprocessor needs the larger tile in flight; several need it less than the room.
-            rungs.append(AttentionConfig(16, 64 if programs <= arch.num_sms else 32, 4, 3, 0))
+            rungs.append(AttentionConfig(16, *((64, 4, 3, 0) if programs <= arch.num_sms else (32, 4, 4, 0))))
+        if windowed and rows <= 16 and width <= 256 and programs > 1:
+            # Half of the partial results; a single window of one head has too few keys for that.
+            rungs.append(AttentionConfig(16, 64, 4, 3, 1))
         if rows <= 16 and width > 256 and kv_dtype.itemsize == 1:
             # Half of the bytes, and time that goes into conversion: two programs overlap it.
             rungs.append(AttentionConfig(16, 32, 4, 3, 2))
@@ -258,8 +264,9 @@ def _launch(
     if num_tokens == 0 or num_requests == 0:
         return
     arch = arch_of(q.device)
-    if k_cache.dtype == FP8 and (INTERPRET or (arch.backend == "cuda" and arch.capability < 89)):
-        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+    kv_dtype = k_cache.dtype
+    if kv_dtype == FP8:
+        k_cache, v_cache = _loadable(k_cache, v_cache, q.dtype, arch)
     inputs: dict[str, Any] = {
         "out_ptr": out,
         "q_ptr": q,
@@ -293,9 +300,9 @@ def _launch(
         "V_SCALES": 1 if v_scale is None else v_scale.shape[0],
         "BLOCK_D": _width(head_dim),
     }
-    _launch_split(inputs, min(max_query_len, SPLIT_QUERIES), num_kv_heads, arch)
+    _launch_split(inputs, min(max_query_len, SPLIT_QUERIES), num_kv_heads, kv_dtype, arch)
     if max_query_len > SPLIT_QUERIES:
-        config = prefill_config(head_dim, group, q.dtype, k_cache.dtype, arch, num_tokens * num_heads)
+        config = prefill_config(head_dim, group, q.dtype, kv_dtype, arch, num_tokens * num_heads)
         block_q = config.block_m // group
         block_v = min(config.block_v, _width(head_dim))
         launch: Any = prefill_kernel[(num_kv_heads * cdiv(head_dim, block_v), num_tokens // block_q + num_requests)]
@@ -311,16 +318,29 @@ def _launch(
         )
 
 
-def _launch_split(inputs: dict[str, Any], max_queries: int, num_kv_heads: int, arch: Arch) -> None:
+def _loadable(k_cache: Tensor, v_cache: Tensor, dtype: torch.dtype, arch: Arch) -> tuple[Tensor, Tensor]:
+    """float8 caches as the kernels load them: in pairs of columns, as bytes where Triton has no such type, or as is."""
+    places = [place for cache in (k_cache, v_cache) for place in (cache.storage_offset(), *cache.stride()[:-1])]
+    even = k_cache.shape[-1] % 2 == 0 and all(place % 2 == 0 for place in places)
+    if even and arch.backend == "cuda" and dtype != torch.float32 and not INTERPRET:
+        return k_cache.view(torch.int16), v_cache.view(torch.int16)
+    if INTERPRET or (arch.backend == "cuda" and arch.capability < 89):
+        return k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+    return k_cache, v_cache
+
+
+def _launch_split(
+    inputs: dict[str, Any], max_queries: int, num_kv_heads: int, kv_dtype: torch.dtype, arch: Arch
+) -> None:
     """Launch the split kernel for the requests with at most `max_queries` queries, and what merges the parts."""
-    q, k_cache, out, seq_lens = (inputs[name] for name in ("q_ptr", "k_ptr", "out_ptr", "seq_lens_ptr"))
+    q, out, seq_lens = (inputs[name] for name in ("q_ptr", "out_ptr", "seq_lens_ptr"))
     num_requests, group, head_dim = inputs["num_requests"], inputs["GROUP"], inputs["HEAD_DIM"]
     config = split_config(
         head_dim,
         group,
         max_queries,
         q.dtype,
-        k_cache.dtype,
+        kv_dtype,
         arch,
         num_requests * num_kv_heads,
         inputs["window"] is not None,
@@ -373,6 +393,7 @@ def _launch_split(inputs: dict[str, Any], max_queries: int, num_kv_heads: int, a
         inputs["window"],
         GROUP=group,
         HEAD_DIM=head_dim,
+        BLOCK_SIZE=inputs["BLOCK_SIZE"],
         BLOCK_Q=block_q,
         BLOCK_N=config.block_n,
         BLOCK_D=block_d,
@@ -455,7 +476,8 @@ def paged_attention(
     Args:
         q: queries of all requests one after the other, `[T, Hq, D]`.
         k_cache: keys `[num_blocks, block_size, Hkv, D]` in `q`'s dtype or float8_e4m3fn, `Hq` a multiple of `Hkv`; any
-            strides, so a view of a packed or a head-major cache will do, and a token pool is `block_size` 1.
+            strides, so a view of a packed or a head-major cache will do, and a token pool is `block_size` 1. A stored
+            float8 NaN may count as ±480.
         v_cache: values, like `k_cache`.
         block_table: block of each `block_size` keys of a request, `[R, M]` int32.
         query_start_loc: row of `q` where each request begins, then the end of the last, `[R + 1]` int32.

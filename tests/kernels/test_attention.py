@@ -1,15 +1,13 @@
 """`paged_attention` against float64 attention over keys and values gathered one query at a time."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
-from torch import Tensor
 
 from _aot import TARGETS, record_launches
+from _attention_batches import check, exact_attention, new_batch, torch_attention
 from _compare import assert_close_to_float64
 from conftest import INTERPRET
-from tridraft.kernels._op import Arch, Impl
+from tridraft.kernels._op import Arch
 from tridraft.kernels.attention import FP8, SPLIT_QUERIES, paged_attention, prefill_config, shared_memory, split_config
 
 DTYPES = [torch.float16, torch.float32] if INTERPRET else [torch.bfloat16, torch.float16, torch.float32]
@@ -20,154 +18,6 @@ SHORT = [(1, 37), (0, 0), (5, 70), (3, 3), (1, 0), (1, 1), (0, 9)]
 
 MIXED = [(20, 45), (1, 50), (0, 0), (33, 33), (16, 18)]
 """(query_len, seq_len) of prefill, prefill behind earlier keys, and decode in one batch."""
-
-
-@dataclass
-class Batch:
-    q: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
-    block_table: Tensor
-    query_start_loc: Tensor
-    seq_lens: Tensor
-    lengths: list[tuple[int, int]]
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.q, self.k_cache, self.v_cache, self.block_table, self.query_start_loc, self.seq_lens)
-
-    @property
-    def max_query_len(self) -> int:
-        return max(query_len for query_len, _ in self.lengths)
-
-
-def new_cache(layout: str, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype, device):
-    """K and V views `[num_blocks, block_size, num_kv_heads, head_dim]` of one allocation, full of NaN."""
-    shape = {
-        "apart": (2, num_blocks, block_size, num_kv_heads, head_dim),
-        "block_pairs": (num_blocks, 2, block_size, num_kv_heads, head_dim),
-        "head_major": (num_blocks, 2, num_kv_heads, block_size, head_dim),
-        "packed": (num_blocks, block_size, num_kv_heads, 2 * head_dim),
-    }[layout]
-    memory = torch.full(shape, float("nan"), device=device).to(dtype)
-    if layout == "apart":
-        return memory[0], memory[1]
-    if layout == "block_pairs":
-        return memory[:, 0], memory[:, 1]
-    if layout == "head_major":
-        return memory[:, 0].transpose(1, 2), memory[:, 1].transpose(1, 2)
-    return memory[..., :head_dim], memory[..., head_dim:]
-
-
-def new_batch(
-    lengths: list[tuple[int, int]],
-    *,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-    head_dim: int = 64,
-    block_size: int = 16,
-    dtype=torch.float32,
-    kv_dtype=None,
-    window: int | None = None,
-    layout: str = "apart",
-    device="cpu",
-) -> Batch:
-    """A ragged batch over shuffled blocks; keys that no query sees are NaN, their table entries no blocks."""
-    kv_dtype = kv_dtype or dtype
-    columns = max(seq_len for _, seq_len in lengths) // block_size + 2
-    blocks = [-(-seq_len // block_size) for _, seq_len in lengths]
-    order = torch.randperm(sum(blocks) + 1).tolist()
-    k_cache, v_cache = new_cache(layout, len(order), block_size, num_kv_heads, head_dim, kv_dtype, device)
-    block_table = torch.full((len(lengths), columns), -1, dtype=torch.int32)
-    block_table[:, 1::2] = 2**30
-    for request, (query_len, seq_len) in enumerate(lengths):
-        first = 0 if window is None else max(0, seq_len - query_len - window + 1)
-        own = [order.pop() for _ in range(blocks[request])]
-        for j in range(first, seq_len if query_len else 0):
-            block_table[request, j // block_size] = own[j // block_size]
-            for cache in (k_cache, v_cache):
-                value = torch.randn(num_kv_heads, head_dim).to(kv_dtype).to(device)
-                cache[own[j // block_size], j % block_size] = value
-    starts = torch.tensor([0] + [query_len for query_len, _ in lengths]).cumsum(0)
-    return Batch(
-        q=torch.randn(int(starts[-1]), num_heads, head_dim).to(device, dtype),
-        k_cache=k_cache,
-        v_cache=v_cache,
-        block_table=block_table.to(device),
-        query_start_loc=starts.to(device, torch.int32),
-        seq_lens=torch.tensor([seq_len for _, seq_len in lengths], dtype=torch.int32, device=device),
-        lengths=lengths,
-    )
-
-
-def gather(batch: Batch, request: int, keys: range, dtype, k_scale, v_scale) -> tuple[Tensor, Tensor]:
-    """Keys and values `[Hkv, len(keys), D]` of one request, dequantised, in `dtype` on the CPU."""
-    block_size = batch.k_cache.shape[1]
-    table = batch.block_table[request].tolist()
-    places = [(table[j // block_size], j % block_size) for j in keys]
-    blocks, slots = (torch.tensor(column, dtype=torch.int64) for column in zip(*places, strict=True))
-    pairs = ((batch.k_cache, k_scale), (batch.v_cache, v_scale))
-    k, v = (
-        cache.cpu()[blocks, slots].to(dtype) * (1 if factor is None else factor.cpu().to(dtype)[:, None])
-        for cache, factor in pairs
-    )
-    return k.transpose(0, 1), v.transpose(0, 1)
-
-
-def exact_attention(batch: Batch, *, scale, window=None, softcap=None, k_scale=None, v_scale=None) -> Tensor:
-    """The oracle: float64, one query at a time, over exactly the keys it sees."""
-    out = torch.zeros(batch.q.shape, dtype=torch.float64)
-    queries = batch.q.cpu().double().unflatten(1, (batch.k_cache.shape[2], -1))
-    row = 0
-    for request, (query_len, seq_len) in enumerate(batch.lengths):
-        for p in range(seq_len - query_len, seq_len):
-            keys = range(max(0, p + 1 - (window or p + 1)), p + 1)
-            if keys:
-                k, v = gather(batch, request, keys, torch.float64, k_scale, v_scale)
-                scores = queries[row] @ k.transpose(1, 2) * scale
-                if softcap is not None:
-                    scores = softcap * torch.tanh(scores / softcap)
-                out[row] = (scores.softmax(-1) @ v).flatten(0, 1)
-            row += 1
-    return out
-
-
-def torch_attention(batch: Batch, *, scale, window=None, softcap=None, k_scale=None, v_scale=None) -> Tensor:
-    """What PyTorch computes in the dtype of the queries, all queries of a request at once under a mask."""
-    out = torch.zeros(batch.q.shape, dtype=batch.q.dtype)
-    queries = batch.q.cpu().unflatten(1, (batch.k_cache.shape[2], -1))
-    row = 0
-    for request, (query_len, seq_len) in enumerate(batch.lengths):
-        first = 0 if window is None else max(0, seq_len - query_len - window + 1)
-        if query_len and seq_len:
-            k, v = gather(batch, request, range(first, seq_len), batch.q.dtype, k_scale, v_scale)
-            p, j = torch.arange(seq_len - query_len, seq_len)[:, None], torch.arange(first, seq_len)
-            hidden = (j > p) | (j <= p - (window or seq_len))
-            scores = queries[row : row + query_len].permute(1, 2, 0, 3) @ k.transpose(1, 2)[:, None] * scale
-            if softcap is not None:
-                scores = softcap * torch.tanh(scores / softcap)
-            weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-            out[row : row + query_len] = (weights @ v[:, None]).permute(2, 0, 1, 3).flatten(1, 2)
-        row += query_len
-    return out
-
-
-def check(batch: Batch, impl: Impl, *, window=None, softcap=None, k_scale=None, v_scale=None, scale=None) -> Tensor:
-    """Run and compare; returns the result."""
-    scale = batch.q.shape[-1] ** -0.5 if scale is None else scale
-    actual = paged_attention(
-        *batch.tensors,
-        scale=scale,
-        max_query_len=batch.max_query_len,
-        sliding_window=window,
-        softcap=softcap,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        impl=impl,
-    )
-    options = {"scale": scale, "window": window, "softcap": softcap, "k_scale": k_scale, "v_scale": v_scale}
-    assert_close_to_float64(actual, exact_attention(batch, **options), torch_attention(batch, **options))
-    return actual
 
 
 def gpu_only(*values):
@@ -250,27 +100,61 @@ def test_fp8_scales(lengths, per_head, impl, device):
     check(batch, impl, k_scale=k_scale, v_scale=v_scale, scale=5.0)
 
 
-def test_fp8_holds_every_value(impl, device):
-    """All 254 numbers of float8_e4m3fn, subnormals and −0 included, arrive as they are."""
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("query_len", [1, gpu_only(20)])
+def test_fp8_holds_every_value(query_len, dtype, impl, device):
+    """All 254 numbers of float8_e4m3fn, subnormals and −0 included, arrive as they are, as values and as keys."""
     numbers = torch.arange(256, dtype=torch.uint8)
     numbers[(numbers & 0x7F) == 0x7F] = 0
-    v_cache = numbers.to(device).view(FP8).view(16, 1, 1, 16)
-    out = paged_attention(
-        torch.zeros(16, 1, 16, device=device),
-        torch.zeros_like(v_cache),
-        v_cache,
-        torch.arange(16, dtype=torch.int32, device=device)[:, None],
-        torch.arange(17, dtype=torch.int32, device=device),
-        torch.ones(16, dtype=torch.int32, device=device),
-        scale=1.0,
-        max_query_len=1,
-        impl=impl,
+    cache = numbers.to(device).view(FP8).view(16, 1, 1, 16)
+    starts = query_len * torch.arange(17, dtype=torch.int32, device=device)
+    options = {"scale": 1.0, "max_query_len": query_len, "impl": impl}
+    table = torch.arange(16, dtype=torch.int32, device=device)[:, None]
+    rest = (table, starts, torch.ones(16, dtype=torch.int32, device=device))
+    zeros = torch.zeros(16 * query_len, 1, 16, device=device, dtype=dtype)
+    out = paged_attention(zeros, torch.zeros_like(cache), cache, *rest, **options)
+    assert torch.equal(out[query_len - 1 :: query_len], cache[:, 0].to(dtype))
+    # One-hot queries pick the numbers of a key one by one; its weight beside a key of zeros tells which they were.
+    keys = torch.cat((cache, torch.zeros_like(cache)), 1)
+    values = torch.cat((torch.ones(16, 1, 1, 16), torch.zeros(16, 1, 1, 16)), 1).to(device, FP8)
+    queries = torch.eye(16, device=device, dtype=dtype).repeat(16, 1, 1)
+    rest = (table, torch.arange(17, dtype=torch.int32, device=device), 2 * rest[2])
+    out = paged_attention(queries, keys, values, *rest, scale=1 / 64, max_query_len=1, impl=impl)
+    expected = torch.sigmoid(cache[:, 0, 0].double() / 64)
+    torch.testing.assert_close(out[:, :, 3].double(), expected, atol=0, rtol=2**-7)
+
+
+@pytest.mark.parametrize("layout", ["apart", "packed", "odd"])
+@pytest.mark.parametrize("lengths", [SHORT, MIXED], ids=["short", "mixed"])
+def test_fp8_layouts(lengths, layout, impl, device):
+    """Caches at odd places cannot be loaded in pairs."""
+    dtype = torch.float16 if INTERPRET else torch.bfloat16
+    batch = new_batch(
+        lengths, head_dim=32, dtype=dtype, kv_dtype=FP8, layout="apart" if layout == "odd" else layout, device=device
     )
-    assert torch.equal(out, v_cache[:, 0].float())
+    if layout == "odd":
+        k_cache, v_cache = batch.k_cache, batch.v_cache
+        memory = torch.zeros(2, *k_cache.shape[:3], 33, device=device).to(FP8)[..., 1:]
+        batch.k_cache, batch.v_cache = memory[0].copy_(k_cache), memory[1].copy_(v_cache)
+    check(batch, impl, window=20)
+
+
+@pytest.mark.parametrize("query_len", [1, 8, 20])
+@pytest.mark.parametrize("head_dim", [256, 512])
+@pytest.mark.gpu
+def test_fp8_tiles(head_dim, query_len, device):
+    """Every kind of tile that converts: decode, verification and prefill, one block and several in a tile."""
+    for block_size in (16, 64):
+        lengths = [(query_len, 150), (query_len, query_len)]
+        batch = new_batch(
+            lengths, num_heads=8, num_kv_heads=1, head_dim=head_dim, block_size=block_size, dtype=torch.bfloat16,
+            kv_dtype=FP8, device=device,
+        )  # fmt: skip
+        check(batch, "triton", k_scale=torch.full((1,), 0.5, device=device))
 
 
 @pytest.mark.parametrize("layout", ["apart", "block_pairs", "head_major", "packed"])
-@pytest.mark.parametrize("block_size", [1, 3, gpu_only(16), gpu_only(128)])
+@pytest.mark.parametrize("block_size", [1, 3, 8, gpu_only(16), gpu_only(48), 64, gpu_only(128)])
 def test_cache_layouts(layout, block_size, impl, device):
     """A token pool is block size 1; the other layouts are views of vLLM's caches."""
     batch = new_batch([(2, 37), (1, 5), (1, 20)], head_dim=32, block_size=block_size, layout=layout, device=device)
@@ -510,6 +394,7 @@ def test_few_variants_serve_all_batch_sizes(window):
     [
         ("", 512, 16, FP8, 1, {"k_scale": torch.ones(2), "v_scale": torch.ones(1)}),
         ("", 256, 8, torch.bfloat16, 1, {"sliding_window": 512}),
+        pytest.param("split_kernel", 512, 16, FP8, 8, {}, marks=pytest.mark.slow),
         ("prefill_kernel", 96, 10, FP8, 32, {"sliding_window": 64, "softcap": 50.0, "k_scale": torch.ones(1)}),
         ("split_kernel", 64, 8, torch.float32, 4, {"softcap": 50.0}),
         pytest.param("split_kernel", 512, 16, torch.bfloat16, 8, {}, marks=pytest.mark.slow),
@@ -517,7 +402,17 @@ def test_few_variants_serve_all_batch_sizes(window):
         pytest.param("prefill_kernel", 512, 16, torch.bfloat16, 32, {}, marks=pytest.mark.slow),
         pytest.param("prefill_kernel", 256, 8, torch.bfloat16, 32, {}, marks=pytest.mark.slow),
     ],
-    ids=["decode_fp8", "window", "prefill_flags", "float32", "verify_512", "verify_256", "prefill_512", "prefill_256"],
+    ids=[
+        "decode_fp8",
+        "window",
+        "verify_fp8",
+        "prefill_flags",
+        "float32",
+        "verify_512",
+        "verify_256",
+        "prefill_512",
+        "prefill_256",
+    ],
 )
 @pytest.mark.parametrize("target", TARGETS)
 def test_compiles_ahead_of_time(target, kernel, head_dim, num_heads, kv_dtype, max_query_len, options):

@@ -27,7 +27,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from tridraft.kernels.attention import paged_attention
 from tridraft.kernels.kv_cache import qk_norm_rope
 from tridraft.kernels.lm_head import lm_head_sample
 from tridraft.kernels.masked_embedding import masked_embedding_logits, masked_embedding_sample
@@ -181,7 +180,7 @@ class QueryAttention(nn.Module):
         """From x [R, d] to [R, d]; a sliding layer sees the last `sliding_window + window_extra` keys."""
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
         q = qk_norm_rope(q, positions, self.rotary.inv_freq, q_weight=self.q_norm.weight, eps=self.q_norm.eps, out=q)
-        attended = paged_attention(
+        attended = batch.attention(
             q,
             kv.k_cache,
             kv.v_cache,

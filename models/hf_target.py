@@ -199,14 +199,19 @@ class HFTarget:
 
     @classmethod
     def from_pretrained(cls, path: str | Path, *, dtype: torch.dtype, device: torch.device | str) -> "HFTarget":
-        """Load a target from a checkpoint directory.
+        """Load a target from a checkpoint directory, or from a GGUF file, whose weights are taken out of their blocks.
 
         Raises:
-            FileNotFoundError: not a checkpoint directory.
-            ImportError: `transformers` is absent, or cannot build this model.
+            FileNotFoundError: not a checkpoint directory, or no such file.
+            ImportError: `transformers` is absent, or what it needs to build this model.
             ValueError: the checkpoint is not complete, or its model cannot be a target.
         """
-        model_type = read_json(path, "config.json").get("model_type")
+        directory, source = Path(path), {}
+        if directory.suffix == ".gguf":
+            if not directory.is_file():
+                raise FileNotFoundError(f"{path}: no such file")
+            directory, source = directory.parent, {"gguf_file": directory.name}
+        model_type = None if source else read_json(directory, "config.json").get("model_type")
         try:
             import transformers  # noqa: PLC0415
             from safetensors import SafetensorError  # noqa: PLC0415
@@ -216,7 +221,7 @@ class HFTarget:
             raise ValueError(f"{path}: {model_type} drafts, it cannot be the target")
         try:
             loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                path, dtype=dtype, output_loading_info=True, local_files_only=True
+                directory, dtype=dtype, output_loading_info=True, local_files_only=True, **source
             )
             model, report = loaded
         except (KeyError, ValueError) as error:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from tridraft.kernels.activation import gated_act
-from tridraft.kernels.attention import paged_attention
 from tridraft.kernels.kv_cache import qk_norm_rope
 from tridraft.kernels.norm import add_rms_norm, rms_norm
 from tridraft.models.paged import AttentionBatch, KVSpec, LayerKV
@@ -281,7 +280,7 @@ class SelfAttention(nn.Module):
             v_scale=kv.v_scale,
             out=q,
         )
-        attended = paged_attention(
+        attended = batch.attention(
             q,
             kv.k_cache,
             kv.v_cache,

@@ -5,9 +5,12 @@ have one block table per group, and every layer of the group finds token `t` of 
 `block_table[request, t // block_size]`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
+
+from tridraft.kernels.attention import paged_attention
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class AttentionBatch:
         block_tables: for each group, int32 [R, M].
         slot_mappings: for each group, int64 [T], where a token's key is written, −1 for nowhere; None: no writes.
         max_query_len: no request has more tokens in this pass.
+        attention: what draft layers attend with, called as `paged_attention` is.
     """
 
     query_start_loc: Tensor
@@ -61,3 +65,4 @@ class AttentionBatch:
     block_tables: tuple[Tensor, ...]
     slot_mappings: tuple[Tensor, ...] | None
     max_query_len: int
+    attention: Callable[..., Tensor] = paged_attention

@@ -18,13 +18,16 @@ All of a call's work on the device is a function of its sizes (`Bucket`) alone: 
 buffers of this object, and a captured graph is one of them with one size.
 """
 
+import logging
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from tridraft.kernels.attention import paged_attention
 from tridraft.kernels.draft_inputs import (
     compute_slot_mapping,
     prepare_decode_inputs,
@@ -43,6 +46,9 @@ from tridraft.speculator.cudagraph import (
     capture_graphs,
 )
 from tridraft.speculator.kv_cache import KVCache
+from tridraft.speculator.piecewise import UncapturedAttention
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -204,6 +210,11 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         """Decide what `capture` is to record; drops what was recorded before."""
         config, device = self.config, self.target.device
         mode = config.cudagraph_mode if device.type == "cuda" else CUDAGraphMode.NONE
+        attention = config.attention or paged_attention
+        uncaptured = UncapturedAttention(attention) if mode is CUDAGraphMode.PIECEWISE else None
+        self.attention: Callable[..., Tensor] = uncaptured or attention
+        if uncaptured:
+            logger.info("draft steps run without graphs: PIECEWISE captures passes over prompts and verify rows only")
         steps = config.cudagraph_num_steps or (self.num_speculative_tokens,)
         decodes = mode.decode_mode() is CUDAGraphMode.FULL
         reqs, first = config.max_num_reqs, int(self.writes_draft_kv)
@@ -217,13 +228,14 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
             max_query_len=self.num_speculative_tokens + 1,
             num_steps=steps if decodes and self.writes_draft_kv else (),
         )
-        mixed = mode.mixed_mode() is CUDAGraphMode.FULL and self.writes_draft_kv
+        mixed = mode.mixed_mode() is not CUDAGraphMode.NONE and self.writes_draft_kv
         self.mixed_graphs = PrefillSpeculatorCudaGraphManager.of_mixed(
             self._prefill,
             device,
             max_num_reqs=reqs,
             max_num_tokens=config.max_num_batched_tokens,
             num_steps={min(count, 1) for count in steps} if mixed else (),
+            attention=uncaptured,
         )
 
     def capture(self) -> None:
@@ -402,7 +414,7 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
             out=prefill.slot_mapping[:tokens],
             **slots,
         )
-        batch = AttentionBatch(*requests, tables, (slot_mapping,) * len(tables), bucket.max_query_len)
+        batch = AttentionBatch(*requests, tables, (slot_mapping,) * len(tables), bucket.max_query_len, self.attention)
         draft_hidden, hidden = self._forward(
             prefill.input_ids[:tokens],
             positions,
@@ -445,7 +457,7 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         tokens, positions = step.input_ids[:reqs], step.positions[:reqs]
         seq_lens, recurrent, slot_mapping = step.seq_lens[:reqs], step.hidden[:reqs], step.slot_mapping[:reqs]
         slot_mappings = (slot_mapping,) * len(tables) if self.writes_draft_kv else None
-        batch = AttentionBatch(step.query_start_loc[: reqs + 1], seq_lens, tables, slot_mappings, 1)
+        batch = AttentionBatch(step.query_start_loc[: reqs + 1], seq_lens, tables, slot_mappings, 1, self.attention)
         for number in range(first, bucket.num_steps):
             draft_hidden, hidden = self._forward(tokens, positions, recurrent, batch, number)
             tokens = self.sample_draft(draft_hidden, idx_mapping, keys[number], number)

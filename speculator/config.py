@@ -1,8 +1,11 @@
 """What a speculator is made from."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+from torch import Tensor
 
 from tridraft.speculator.cudagraph import CUDAGraphMode
 
@@ -32,7 +35,8 @@ class SpeculatorConfig:
         draft_sampling: "probabilistic" samples drafts at their request's temperature and keeps the draft logits for
             verification; "greedy" always takes the likeliest and keeps nothing. Both leave the target's distribution
             as it is.
-        cudagraph_mode: what `capture` records.
+        attention: what draft layers attend with, a function with the signature of `paged_attention`; None: that one.
+        cudagraph_mode: what `capture` records. PIECEWISE is for an `attention` that cannot be captured.
         cudagraph_num_steps: draft lengths that get graphs of their own; empty for K alone. `propose` of another
             length replays the next longer one.
         data_parallel_group: a `torch.distributed` group with a CPU backend whose ranks each hold this speculator and
@@ -47,6 +51,7 @@ class SpeculatorConfig:
     max_num_batched_tokens: int = 2048
     draft_position: Literal["bonus", "last_computed"] = "bonus"
     draft_sampling: Literal["greedy", "probabilistic"] = "greedy"
+    attention: Callable[..., Tensor] | None = None
     cudagraph_mode: CUDAGraphMode = CUDAGraphMode.FULL
     cudagraph_num_steps: tuple[int, ...] = ()
     data_parallel_group: Any = None

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from tridraft.speculator.piecewise import PiecewiseGraph, UncapturedAttention
+
 logger = logging.getLogger(__name__)
 
 
@@ -87,13 +89,19 @@ class CudaGraphManager:
         run: does the work of a bucket on fixed buffers, on any stream.
         buckets: what to capture.
         device: where they run.
+        attention: what a capture is cut around; None captures whole.
 
     Attributes:
         memory: bytes of device memory each captured bucket took.
     """
 
     def __init__(
-        self, name: str, run: Callable[[Bucket], None], buckets: Iterable[Bucket], device: torch.device
+        self,
+        name: str,
+        run: Callable[[Bucket], None],
+        buckets: Iterable[Bucket],
+        device: torch.device,
+        attention: UncapturedAttention | None = None,
     ) -> None:
         self.name = name
         self.device = device
@@ -101,7 +109,8 @@ class CudaGraphManager:
         self.buckets = sorted(set(buckets), reverse=True)
         self.memory: dict[Bucket, int] = {}
         self._run = run
-        self._graphs: dict[Bucket, torch.cuda.CUDAGraph] = {}
+        self._attention = attention
+        self._graphs: dict[Bucket, torch.cuda.CUDAGraph | PiecewiseGraph] = {}
         self._found: dict[Bucket, Bucket | None] = {}
 
     def capture(self, pool: Any, stream: torch.cuda.Stream) -> None:
@@ -112,14 +121,12 @@ class CudaGraphManager:
         """
         for bucket in _progress([one for one in self.buckets if one not in self._graphs], self.name):
             free = torch.cuda.mem_get_info(self.device)[0]
-            graph = torch.cuda.CUDAGraph()
             try:
                 # Libraries make their workspaces a stream at a time, lazily; kernels are compiled at their first call.
                 with torch.cuda.stream(stream):
                     self._run(bucket)
                 stream.synchronize()
-                with torch.cuda.graph(graph, pool=pool, stream=stream):
-                    self._run(bucket)
+                graph = self._record(bucket, pool, stream)
             except Exception as error:
                 self.reset()
                 raise RuntimeError(f"capturing the {self.name} graph of {bucket}: {_origin(error)}") from error
@@ -132,9 +139,22 @@ class CudaGraphManager:
         total = sum(self.memory.values()) / 2**20
         logger.info("%s: %d CUDA graphs, %.0f MiB", self.name, len(self._graphs), total)
 
+    def _record(self, bucket: Bucket, pool: Any, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph | PiecewiseGraph:
+        if self._attention is not None:
+            pieces = PiecewiseGraph()
+            with torch.cuda.stream(stream):
+                pieces.record(self._attention, lambda: self._run(bucket), pool)
+            return pieces
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
+            self._run(bucket)
+        return graph
+
     def find(self, wanted: Bucket) -> Bucket | None:
         """The smallest captured bucket that holds `wanted`; None if there is none."""
         if wanted not in self._found:
+            if len(self._found) > 4096:  # sizes of mixed batches hardly repeat
+                self._found.clear()
             fitting = [bucket for bucket in self._graphs if bucket.holds(wanted)]
             self._found[wanted] = min(fitting, default=None)
         return self._found[wanted]
@@ -189,11 +209,12 @@ class PrefillSpeculatorCudaGraphManager(CudaGraphManager):
         max_num_reqs: int,
         max_num_tokens: int,
         num_steps: Iterable[int],
+        attention: UncapturedAttention | None,
     ) -> "PrefillSpeculatorCudaGraphManager":
         """For batches with prompts among them: all tokens may be one request's."""
         counts = token_counts(max_num_tokens)
         buckets = [Bucket(tokens, max_num_reqs, tokens, steps) for steps in num_steps for tokens in counts]
-        return cls("draft prefill", run, buckets, device)
+        return cls("draft prefill", run, buckets, device, attention)
 
 
 def capture_graphs(managers: Sequence[CudaGraphManager], device: torch.device) -> None:

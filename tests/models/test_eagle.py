@@ -6,21 +6,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from _compare import assert_close_to_float64
+from _head_references import EagleReference
 from _head_runs import (
     LENGTHS,
     STEPS,
     FakeTarget,
-    causal,
     check_against_recompute,
     check_captured,
     dtypes,
     fake_target,
-    load,
     random_rows,
-    rotary,
     run_paged,
 )
 from _paged_cache import PagedCache
@@ -34,7 +31,6 @@ from _tiny_heads import (
 )
 from tridraft.models.eagle import Eagle, Eagle3, EagleConfig
 from tridraft.models.hf_target import HFTarget
-from tridraft.models.layers import rotary_frequencies
 
 transformers = pytest.importorskip("transformers")
 
@@ -93,81 +89,11 @@ def build(checkpoint, device="cpu", dtype=torch.float32):
     return head
 
 
-class Reference(nn.Module):
-    """The head's equations with transformers' attention and MLP, over whole requests."""
-
-    def __init__(self, config, tensors) -> None:
-        super().__init__()
-        tensors = {name.replace("midlayer", "layers.0"): tensor for name, tensor in tensors.items()}
-        llama = transformers.LlamaConfig(
-            **{
-                key: value
-                for key, value in config.items()
-                if key not in ("architectures", "rope_scaling", "rope_theta")
-            }
-        )
-        llama._attn_implementation = "sdpa"
-        self.three = "d2t" in tensors
-        self.eps = config["rms_norm_eps"]
-        self.options = {**config, **config.get("eagle_config", {})}
-        rope = {"rope_theta": config["rope_theta"], **config.get("rope_scaling", {})}
-        self.inv_freq = rotary_frequencies(rope, config["head_dim"])  # no buffer: not to be cast
-        self.attention, self.mlp = nn.ModuleList(), nn.ModuleList()
-        for index in range(config["num_hidden_layers"]):
-            attention = transformers.models.llama.modeling_llama.LlamaAttention(llama, 0)
-            mlp = transformers.models.llama.modeling_llama.LlamaMLP(llama)
-            prefix = f"layers.{index}."
-            for name in "qkv" if self.three and index == 0 else "":
-                width = tensors[f"{prefix}self_attn.{name}_proj.weight"].shape
-                linear = nn.Linear(width[1], width[0], bias=f"{prefix}self_attn.{name}_proj.bias" in tensors)
-                setattr(attention, f"{name}_proj", linear)
-            load(attention, tensors, prefix + "self_attn.")
-            load(mlp, tensors, prefix + "mlp.")
-            self.attention.append(attention)
-            self.mlp.append(mlp)
-        for name, tensor in tensors.items():
-            if "norm" in name or name.startswith("fc"):
-                self.register_buffer(name.replace(".", "/"), tensor)
-
-    def norm(self, name, x: Tensor) -> Tensor:
-        weight = getattr(self, f"{name}.weight".replace(".", "/"))
-        return nn.functional.rms_norm(x, x.shape[-1:], weight, self.eps)
-
-    def combine(self, aux: Tensor) -> Tensor:
-        """EAGLE-3: h of the target's three residual streams."""
-        if self.options.get("norm_before_fc"):
-            aux = self.norm("input_norm", aux)
-        if self.options.get("fc_norm"):
-            count = len([name for name in dict(self.named_buffers()) if name.startswith("fc_norm")])
-            aux = torch.cat([self.norm(f"fc_norm.{i}", x) for i, x in enumerate(aux.chunk(count, -1))], -1)
-        return nn.functional.linear(aux, getattr(self, "fc/weight"))
-
-    def whole(self, embeds: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        if self.three:
-            normed = self.norm("layers.0.hidden_norm", hidden)
-            residual = normed if self.options.get("norm_before_residual") else hidden
-            x = torch.cat((self.norm("layers.0.input_layernorm", embeds), normed), -1)
-        else:
-            bias = getattr(self, "fc/bias", None)
-            residual = x = nn.functional.linear(torch.cat((embeds, hidden), -1), getattr(self, "fc/weight"), bias)
-        count = len(embeds)
-        for index, (attention, mlp) in enumerate(zip(self.attention, self.mlp, strict=True)):
-            if index:
-                x = self.norm(f"layers.{index}.input_layernorm", residual)
-            places = rotary(self.inv_freq, count, x)
-            residual = residual + attention(x[None], position_embeddings=places, attention_mask=causal(count, x))[0][0]
-            residual = residual + mlp(self.norm(f"layers.{index}.post_attention_layernorm", residual))
-        if not self.three:
-            return residual, residual
-        normed = self.norm("norm", residual)
-        return normed, normed if self.options.get("norm_output") else residual
-
-
 def check(checkpoint, device, dtype):
     head = build(checkpoint, device, dtype)
-    reference = Reference(*checkpoint).to(device=device, dtype=dtype)
+    reference = EagleReference(*checkpoint).to(device=device, dtype=dtype)
     rows = random_rows(head.hidden_size, dtype, device)
-    check_against_recompute(head, reference, Reference.whole, rows)
+    check_against_recompute(head, reference, EagleReference.whole, rows)
 
 
 @pytest.mark.parametrize("variant", EAGLE)
@@ -186,17 +112,17 @@ def test_eagle3_equals_transformers_modules(variant, device):
 def test_an_option_left_out_is_noticed(option, device):
     config, tensors = eagle3_checkpoint(target_config(), **{option: True})
     head = build(({**config, option: False}, tensors), device)
-    reference = Reference(config, tensors).to(device)
+    reference = EagleReference(config, tensors).to(device)
     with pytest.raises(AssertionError, match="error"):
-        check_against_recompute(head, reference, Reference.whole, random_rows(96, torch.float32, device))
+        check_against_recompute(head, reference, EagleReference.whole, random_rows(96, torch.float32, device))
 
 
 @pytest.mark.parametrize("variant", ["plain", "norm_before_fc", "fc_norm", "both norms", "five auxiliary layers"])
 def test_combine_hidden_states(variant, device):
     checkpoint = eagle3_checkpoint(target_config(), **EAGLE3[variant])
-    head, reference = build(checkpoint, device), Reference(*checkpoint).to(device)
+    head, reference = build(checkpoint, device), EagleReference(*checkpoint).to(device)
     aux = torch.randn(7, head.config.num_aux * 96, device=device)
-    exact = Reference(*checkpoint).to(device).double().combine(aux.double())
+    exact = EagleReference(*checkpoint).to(device).double().combine(aux.double())
     assert_close_to_float64(head.combine_hidden_states(aux), exact, reference.combine(aux))
 
 
@@ -258,7 +184,7 @@ def test_drafts_from_a_targets_hidden_states(family, make, device):
     theirs = tiny_target(family, device=device)
     target = HFTarget(copy.deepcopy(theirs))
     config, tensors = make(theirs.config)
-    head, reference = build((config, tensors), device), Reference(config, tensors).to(device)
+    head, reference = build((config, tensors), device), EagleReference(config, tensors).to(device)
     embedding = theirs.get_input_embeddings()
     head.share_with_target(FakeTarget(target.embed_weight, theirs.lm_head.weight, target.embed_scale))
     requests = [torch.randint(1, 128, (length + 1,), device=device) for length in LENGTHS]

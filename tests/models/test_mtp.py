@@ -1,7 +1,6 @@
 """MTP heads against transformers' own modules, and their checkpoints' layouts."""
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,10 +9,10 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from _compare import assert_close_to_float64
+from _head_references import FAMILIES, SIZES, MTPReference
 from _head_runs import (
     STEPS,
     FakeTarget,
-    causal,
     check_against_recompute,
     check_captured,
     double,
@@ -21,48 +20,14 @@ from _head_runs import (
     fake_target,
     load,
     random_rows,
-    rotary,
     set_attention,
 )
 from _paged_cache import PagedCache
 from _tiny_gemma4 import worst_of
 from _tiny_heads import MTP_NAMES, mtp_checkpoint, save_random_mtp, save_target_with_mtp, tiny_target, write_checkpoint
-from tridraft.models.layers import rope_parameters, rotary_frequencies
 from tridraft.models.mtp import LAYOUTS, MTP, MTPConfig
 
 transformers = pytest.importorskip("transformers")
-
-SIZES = {
-    "vocab_size": 128,
-    "hidden_size": 96,
-    "intermediate_size": 80,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5,
-}
-# config and decoder layer of transformers, what its config needs besides, what the checkpoint's does
-FAMILIES = {
-    "deepseek_v3": ("llama", "Llama", {}, {}),
-    "llama": ("llama", "Llama", {"attention_bias": True}, {"bias": "qkvo"}),
-    "qwen2": ("qwen2", "Qwen2", {}, {}),
-    "qwen3": ("qwen3", "Qwen3", {}, {}),
-    "mimo": ("qwen2", "Qwen2", {"mtp_hidden_states_first": True}, {}),
-    "glm4_moe": (
-        "glm4_moe",
-        "Glm4Moe",
-        {"use_qk_norm": True, "attention_bias": True, "first_k_dense_replace": 9},
-        {"qk_norm": True, "bias": "qkv", "partial_rotary_factor": 0.5},
-    ),
-    "qwen3_next": (
-        "qwen3_next",
-        "Qwen3Next",
-        {"layer_types": ["full_attention"] * 6, "mlp_only_layers": list(range(6))},
-        {"partial_rotary_factor": 0.25},
-    ),
-}
 
 
 def target_config():
@@ -80,54 +45,6 @@ def build(config, tensors, device="cpu", dtype=torch.float32):
     return head
 
 
-class Reference(nn.Module):
-    """One module of the chain: transformers' `MtpLayer` with the family's decoder layer and norms."""
-
-    def __init__(self, family, config, tensors, module=0, **layout) -> None:
-        super().__init__()
-        from transformers.modeling_layers import MtpLayer
-
-        package, name, extra, _ = FAMILIES[family]
-        modeling = getattr(transformers.models, package)
-        modeling = getattr(modeling, f"modeling_{package}")
-        theirs = getattr(transformers, f"{name}Config")(**SIZES, **extra)
-        theirs._attn_implementation = "sdpa"
-        self.layout = replace(LAYOUTS[family], **layout)
-        # r and its norm apart: which of them is fed back is what is tested
-        self.layer = MtpLayer(
-            theirs,
-            getattr(modeling, f"{name}DecoderLayer"),
-            getattr(modeling, f"{name}RMSNorm"),
-            0,
-            use_post_norm=False,
-        )
-        self.post_norm = getattr(modeling, f"{name}RMSNorm")(SIZES["hidden_size"], eps=SIZES["rms_norm_eps"])
-        names = {part: where.format(layer=6 + module, module=module) for part, where in MTP_NAMES[family].items()}
-        for part in ("enorm", "hnorm", "eh_proj"):
-            load(getattr(self.layer, part), tensors, f"{names[part]}.")
-        load(self.post_norm, tensors, f"{names['norm']}.")
-        prefix = f"{names['layer']}."
-        block = {f"{prefix}{name}" for name in self.layer.mtp_block.state_dict()}
-        load(self.layer.mtp_block, {name: tensors[name] for name in block}, prefix)
-        self.inv_freq = rotary_frequencies(rope_parameters(config), config["head_dim"])  # no buffer: not to be cast
-
-    def whole(self, embeds: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """y, and what is fed back."""
-        if self.layout.zero_first_embedding:
-            embeds = torch.cat((torch.zeros_like(embeds[:1]), embeds[1:]))
-        places = rotary(self.inv_freq, len(embeds), embeds)
-        r = self.layer(
-            embeds[None],
-            hidden[None],
-            position_embeddings=places,
-            attention_mask=causal(len(embeds), embeds),
-            position_ids=None,
-            cache=None,
-        )[0]
-        y = self.post_norm(r)
-        return y, r if self.layout.prenorm_feedback else y
-
-
 class Normed(nn.Module):
     """The head with the final norm taken where it is left to `compute_logits`, so as to return what tests compare."""
 
@@ -143,8 +60,8 @@ class Normed(nn.Module):
 def check(family, device, dtype, options=None, **layout):
     config, tensors = checkpoint(family, **(options or {}))
     head = Normed(build(config, tensors, device, dtype))
-    reference = Reference(family, config, tensors, **layout).to(device=device, dtype=dtype)
-    check_against_recompute(head, reference, Reference.whole, random_rows(96, dtype, device))
+    reference = MTPReference(family, config, tensors, **layout).to(device=device, dtype=dtype)
+    check_against_recompute(head, reference, MTPReference.whole, random_rows(96, dtype, device))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -174,11 +91,11 @@ def test_each_rule_shows(family, rule, device):
 
 def test_concatenation_order_shows(device):
     config, tensors = checkpoint("mimo")
-    reference = Reference("mimo", config, tensors).to(device)
+    reference = MTPReference("mimo", config, tensors).to(device)
     reference.layer.config.mtp_hidden_states_first = False
     with pytest.raises(AssertionError, match="error"):
         check_against_recompute(
-            build(config, tensors, device), reference, Reference.whole, random_rows(96, torch.float32, device)
+            build(config, tensors, device), reference, MTPReference.whole, random_rows(96, torch.float32, device)
         )
 
 
@@ -228,7 +145,7 @@ def test_a_chain_equals_transformers(num_modules, family, device):
     for dtype in dtypes(device):
         head = build(config, tensors, device, dtype)
         assert len(head.kv_specs) == num_modules
-        modules = nn.ModuleList(Reference(family, config, tensors, index) for index in range(num_modules))
+        modules = nn.ModuleList(MTPReference(family, config, tensors, index) for index in range(num_modules))
         modules.to(device=device, dtype=dtype)
         rows = random_rows(96, dtype, device)
         same = []

@@ -17,11 +17,13 @@ from _tiny_heads import (
     tiny_target,
     write_checkpoint,
 )
+from tridraft.kernels.attention import paged_attention
 from tridraft.models.hf_target import HFTarget
 from tridraft.models.paged import AttentionBatch
 from tridraft.speculator.base import BaseSpeculator
 from tridraft.speculator.batch import InputBatch, Multimodal, SamplingState, VerifyResult
 from tridraft.speculator.config import SpeculatorConfig
+from tridraft.speculator.cudagraph import CUDAGraphMode
 from tridraft.speculator.decoder import SpeculativeDecoder
 from tridraft.speculator.factory import init_speculator
 from tridraft.speculator.kv_cache import KVCache
@@ -142,10 +144,10 @@ class Directed(BaseSpeculator):
         return torch.tensor(out, device=hidden.device)
 
 
-def decode(pair: Pair, accept: Callable[[int], int] | None, prompts=PROMPTS, steps=STEPS, **options):
+def decode(pair: Pair, accept: Callable[[int], int] | None, prompts=PROMPTS, steps=STEPS, graphs=None, **options):
     """Greedy completions of the prompts, checked, and the rounds of the drafter under `Directed` (`accept` given)."""
     sizes = {"max_num_reqs": 4, "max_model_len": 128, "max_num_batched_tokens": 64, **options}
-    inner = pair.speculator(steps, **sizes)
+    inner = pair.speculator(steps, **sizes, **(graphs or {}))
     outputs = [pair.greedy(ids, NEW + steps) for ids in prompts]
     speculator = inner
     if accept is not None:
@@ -416,3 +418,47 @@ def test_arguments_are_checked(pair):
     )
     with pytest.raises(ValueError, match="kv: got 8 layers, needs the target's 8 and then the drafter's 1"):
         speculator.set_kv_cache(plain)
+
+
+def waiting_attention(*args: Any, **options: Any) -> Tensor:
+    """An attention that no capture may hold."""
+    torch.cuda.synchronize()
+    return paged_attention(*args, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", [CUDAGraphMode.FULL, CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.PIECEWISE])
+def test_replays_equal_eager_rounds(pair, mode):
+    """C5: prompts whole and in chunks, verify rows and both together, across blocks of 4 tokens."""
+    right = torch.randint(0, STEPS + 1, (128,), generator=torch.Generator().manual_seed(2)).tolist()
+    sizes = {"max_num_reqs": 3, "max_num_batched_tokens": 20}
+    graphs = {"cudagraph_mode": mode}
+    if mode is CUDAGraphMode.PIECEWISE:
+        graphs["attention"] = waiting_attention
+    _, eager = decode(pair, right.__getitem__, graphs={"cudagraph_mode": CUDAGraphMode.NONE}, **sizes)
+    _, replayed = decode(pair, right.__getitem__, graphs=graphs, **sizes)
+    assert replayed.rounds == eager.rounds
+    managers = ("mixed_graphs", "verify_graphs", "decode_graphs")
+    captured = {name: len(getattr(replayed.inner, name).memory) for name in managers}
+    assert captured["verify_graphs"] == captured["decode_graphs"] == 3 * (mode is not CUDAGraphMode.PIECEWISE)
+    assert captured["mixed_graphs"] == (0 if mode is CUDAGraphMode.FULL_DECODE_ONLY else 1)
+
+
+@pytest.mark.gpu
+def test_a_replay_owns_what_it_reads(pair):
+    """What the caller passed may be gone, and free memory full of NaN, by the time a graph runs again."""
+    speculator, sequences = pair.speculator(), [[*PROMPTS[0][:4]], [*PROMPTS[1][:5]]]
+    _, arguments = one_pass(pair, speculator, sequences)
+    speculator.capture()
+    expected = [pair.drafts(sequence, STEPS) for sequence in sequences]
+    assert speculator.propose(*arguments).tolist() == expected
+    (bucket,) = [one for one in speculator.verify_graphs.buckets if one.num_reqs == 2]
+    for value in (*vars(arguments[0]).values(), *vars(arguments[1]).values(), arguments[3]):
+        if isinstance(value, Tensor):
+            value.fill_(0x7F)
+    del arguments
+    free = torch.cuda.mem_get_info()[0] // 4
+    torch.full((free // 4,), float("nan"), device=speculator.target.device)
+    speculator.drafts.zero_()
+    speculator.verify_graphs.replay(bucket)
+    assert speculator.drafts[:, :2].t().tolist() == expected

@@ -38,6 +38,7 @@ from tridraft.models.hf_target import HFTarget
 from tridraft.models.paged import AttentionBatch, LayerKV
 from tridraft.speculator.base import DraftModelSpeculator
 from tridraft.speculator.batch import InputBatch, Multimodal, SamplingState, VerifyResult
+from tridraft.speculator.chain import follow
 from tridraft.speculator.cudagraph import (
     Bucket,
     CUDAGraphMode,
@@ -113,6 +114,11 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
     prefill: PrefillBuffers
 
     @property
+    def prefill_steps(self) -> int:
+        """Draft steps that run over all tokens of the pass."""
+        return int(self.writes_draft_kv)
+
+    @property
     def recurrent_size(self) -> int:
         """H, the width of the hidden state that one step hands to the next."""
         return self.model.hidden_size
@@ -137,6 +143,15 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
             step: the draft step, 0 … K−1.
             inputs_embeds: `[T, H]` instead of the embeddings of `input_ids`.
         """
+
+    @property
+    def repeated_rows(self) -> int:
+        """Rows of each request's last pass that are computed again in front of those of the next."""
+        return 0
+
+    def repeat_rows(self, batch: InputBatch, verify: VerifyResult, hidden: Tensor) -> tuple[InputBatch, Tensor]:
+        """The pass and its hidden states with the `repeated_rows` of each request in front."""
+        return batch, hidden
 
     def combine_hidden_states(self, hidden: Tensor) -> Tensor:
         """From what `propose` took `[T, ·]` to the hidden states of draft step 0 `[T, H]`."""
@@ -182,7 +197,7 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
             sampling_positions=self.zeros(self.num_speculative_tokens, reqs),
         )
         if self.writes_draft_kv:
-            tokens = config.max_num_batched_tokens
+            tokens = config.max_num_batched_tokens + reqs * self.repeated_rows
             self.prefill = PrefillBuffers(
                 input_ids=self.zeros(tokens),
                 positions=self.zeros(tokens),
@@ -217,7 +232,7 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
             logger.info("draft steps run without graphs: PIECEWISE captures passes over prompts and verify rows only")
         steps = config.cudagraph_num_steps or (self.num_speculative_tokens,)
         decodes = mode.decode_mode() is CUDAGraphMode.FULL
-        reqs, first = config.max_num_reqs, int(self.writes_draft_kv)
+        reqs, first, repeated = config.max_num_reqs, self.prefill_steps, self.repeated_rows
         self.decode_graphs = DecodeSpeculatorCudaGraphManager(
             self._decode, device, max_num_reqs=reqs, num_steps=[count for count in steps if decodes and count > first]
         )
@@ -225,7 +240,7 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
             self._prefill_and_decode,
             device,
             max_num_reqs=reqs,
-            max_query_len=self.num_speculative_tokens + 1,
+            max_query_len=self.num_speculative_tokens + 1 + repeated,
             num_steps=steps if decodes and self.writes_draft_kv else (),
         )
         mixed = mode.mixed_mode() is not CUDAGraphMode.NONE and self.writes_draft_kv
@@ -233,8 +248,8 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
             self._prefill,
             device,
             max_num_reqs=reqs,
-            max_num_tokens=config.max_num_batched_tokens,
-            num_steps={min(count, 1) for count in steps} if mixed else (),
+            max_num_tokens=config.max_num_batched_tokens + reqs * repeated,
+            num_steps={min(count, first) for count in steps} if mixed else (),
             attention=uncaptured,
         )
 
@@ -262,15 +277,13 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         num_speculative_tokens: int | None = None,
         multimodal: Multimodal | None = None,
     ) -> Tensor:
-        most = self.num_speculative_tokens
-        steps = most if num_speculative_tokens is None else num_speculative_tokens
-        if not 0 <= steps <= most:
-            raise ValueError(f"num_speculative_tokens: got {steps}, needs 0 to {most}")
+        steps = self.wanted_steps(num_speculative_tokens)
         if batch.num_reqs > self.config.max_num_reqs:
             raise ValueError(f"batch: got {batch.num_reqs} requests, max_num_reqs is {self.config.max_num_reqs}")
         self._check_tokens(batch, hidden)
         if not self.writes_draft_kv:
             multimodal = None  # its one row a request is the newest token, which is text
+        batch, hidden = self.repeat_rows(batch, verify, hidden)
         wanted = Bucket(batch.num_tokens, batch.num_reqs, max(batch.max_query_len, 1), steps)
         wanted, eager = self.agree(wanted, eager=multimodal is not None)
         if self.writes_draft_kv:
@@ -280,6 +293,14 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
             self.stage(batch, verify, sampling)
             self._run_reading(verify, hidden, wanted, eager)
         return self.drafts[:steps, : batch.num_reqs].t()
+
+    def wanted_steps(self, num_speculative_tokens: int | None) -> int:
+        """Drafts that a call asks for, checked."""
+        most = self.num_speculative_tokens
+        steps = most if num_speculative_tokens is None else num_speculative_tokens
+        if not 0 <= steps <= most:
+            raise ValueError(f"num_speculative_tokens: got {steps}, needs 0 to {most}")
+        return steps
 
     def _check_tokens(self, batch: InputBatch, hidden: Tensor) -> None:
         if not self.writes_draft_kv:
@@ -338,7 +359,9 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         decode_graph = None if eager else self.decode_graphs.find(rest)
         rest = decode_graph or rest
         # The prefill leaves a row for each one the decode steps read.
-        first = Bucket(wanted.num_tokens, rest.num_reqs, wanted.max_query_len, min(wanted.num_steps, 1))
+        first = Bucket(
+            wanted.num_tokens, rest.num_reqs, wanted.max_query_len, min(wanted.num_steps, self.prefill_steps)
+        )
         mixed_graph = None if eager else self.mixed_graphs.find(first)
         first = mixed_graph or first
         self._stage_tokens(batch, verify, hidden, first)
@@ -346,7 +369,7 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
             self.mixed_graphs.replay(mixed_graph)
         else:
             self._prefill(first, None if multimodal is None else self._merge(batch, multimodal, first))
-        if wanted.num_steps > 1:
+        if wanted.num_steps > self.prefill_steps:
             if decode_graph:
                 self.decode_graphs.replay(decode_graph)
             else:
@@ -415,18 +438,20 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
             **slots,
         )
         batch = AttentionBatch(*requests, tables, (slot_mapping,) * len(tables), bucket.max_query_len, self.attention)
-        draft_hidden, hidden = self._forward(
-            prefill.input_ids[:tokens],
-            positions,
-            self.combine_hidden_states(prefill.hidden[:tokens]),
-            batch,
-            0,
-            inputs_embeds=inputs_embeds,
-        )
-        if not bucket.num_steps:
+        input_ids, last = prefill.input_ids[:tokens], prefill.last_token_indices[:reqs]
+        hidden, keys = self.combine_hidden_states(prefill.hidden[:tokens]), self._sampling_positions(reqs)
+        drafted = self.drafts[0, :reqs]
+        for number in range(max(1, min(self.prefill_steps, bucket.num_steps))):
+            if number:
+                input_ids = follow(input_ids, requests[0], num_rejected, drafted)
+            draft_hidden, hidden = self._forward(
+                input_ids, positions, hidden, batch, number, inputs_embeds=inputs_embeds
+            )
+            if bucket.num_steps:
+                last_hidden = draft_hidden.index_select(0, last)
+                drafted = self.sample_draft(last_hidden, idx_mapping, keys[number], number)
+        if self.prefill_steps > 1 or not bucket.num_steps:
             return
-        last = draft_hidden.index_select(0, prefill.last_token_indices[:reqs])
-        drafted = self.sample_draft(last, idx_mapping, self._sampling_positions(reqs)[0], 0)
         prepare_decode_inputs(
             hidden,
             *requests,
@@ -449,7 +474,7 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
 
     def _decode(self, bucket: Bucket) -> None:
         """Draft steps of one row a request: all but the prefill."""
-        first = int(self.writes_draft_kv)
+        first = self.prefill_steps
         if bucket.num_steps <= first:
             return
         reqs, step, idx_mapping = bucket.num_reqs, self.step, self.passed.idx_mapping[: bucket.num_reqs]

@@ -8,13 +8,27 @@ from tridraft.models.hf_target import HFTarget
 from tridraft.models.mtp import MTP
 from tridraft.models.paged import AttentionBatch
 from tridraft.speculator.autoregressive import AutoRegressiveSpeculator
+from tridraft.speculator.batch import InputBatch, Multimodal, SamplingState, VerifyResult
+from tridraft.speculator.chain import PassHistory
 
 
 class MTPSpeculator(AutoRegressiveSpeculator):
-    """Drafts with a target's MTP modules, whose one result is read by the head and by the next step."""
+    """Drafts with a target's MTP modules, whose one result is read by the head and by the next step.
+
+    One module is applied again at every step. Of a chain, each step has the next module, which runs over the whole pass
+    as the first does (`chain.py`): K is at most the number of modules.
+    """
 
     model_returns_tuple = False
     model: MTP
+
+    @property
+    def prefill_steps(self) -> int:
+        return len(self.model.kv_specs)
+
+    @property
+    def repeated_rows(self) -> int:
+        return self.prefill_steps - 1
 
     def load_draft_model(self, target: HFTarget) -> MTP:
         draft = self.config.draft
@@ -24,12 +38,50 @@ class MTPSpeculator(AutoRegressiveSpeculator):
             draft.check_target(target)
         else:
             raise TypeError(f"draft: got {type(draft).__name__}, needs a path or an MTP")
-        if len(draft.kv_specs) > 1:
-            # Module s pairs a state with the token s + 1 further on. After a rejection its last s keys stand for tokens
-            # that were not taken, and would have to be computed again from states of the pass before.
-            raise ValueError(f"draft: got a chain of {len(draft.kv_specs)} MTP modules, drafting supports one")
+        modules = len(draft.kv_specs)
+        if self.num_speculative_tokens > modules > 1:
+            raise ValueError(
+                f"num_speculative_tokens: got {self.num_speculative_tokens}, a chain of {modules} modules drafts "
+                f"at most {modules}"
+            )
         draft.share_with_target(target)
         return draft
+
+    def load_model(self, target: HFTarget) -> None:
+        super().load_model(target)
+        self.history = PassHistory(self.step.hidden, self.repeated_rows)
+
+    def propose(
+        self,
+        batch: InputBatch,
+        verify: VerifyResult,
+        sampling: SamplingState,
+        hidden: Tensor,
+        *,
+        num_speculative_tokens: int | None = None,
+        multimodal: Multimodal | None = None,
+    ) -> Tensor:
+        if not self.repeated_rows:
+            return super().propose(
+                batch,
+                verify,
+                sampling,
+                hidden,
+                num_speculative_tokens=num_speculative_tokens,
+                multimodal=multimodal,
+            )
+        if multimodal is not None:
+            raise ValueError("multimodal: got embeddings, a chain of MTP modules drafts from token ids")
+        # Whatever is wanted, every module's keys have to stay in step.
+        drafts = super().propose(batch, verify, sampling, hidden)
+        return drafts[:, : self.wanted_steps(num_speculative_tokens)]
+
+    def repeat_rows(self, batch: InputBatch, verify: VerifyResult, hidden: Tensor) -> tuple[InputBatch, Tensor]:
+        if not self.repeated_rows:
+            return batch, hidden
+        repeated, states = self.history.repeat(batch, hidden)
+        self.history.keep(repeated, states, verify.num_rejected)
+        return repeated, states
 
     def run_model(
         self,

@@ -420,6 +420,53 @@ def test_arguments_are_checked(pair):
         speculator.set_kv_cache(plain)
 
 
+@pytest.fixture(scope="module")
+def chain(device, tmp_path_factory):
+    """Three MTP modules, and what they draft after whole sequences by the modules of `transformers`."""
+    target, theirs = tiny_target(device=device), tiny_target(device=device)
+    config, tensors = mtp_checkpoint(theirs.config, num_modules=3)
+    directory = write_checkpoint(tmp_path_factory.mktemp("chain"), config, tensors)
+    modules = [MTPReference("deepseek_v3", config, tensors, module).to(device) for module in range(3)]
+    return ChainPair("mtp", directory, HFTarget(target), theirs, modules, {}, ())
+
+
+class ChainPair(Pair):
+    """A target with a chain of modules, each looking one token further ahead."""
+
+    @torch.no_grad()
+    def drafts(self, sequence: Sequence[int], steps: int, embeds: Tensor | None = None) -> list[int]:
+        ids = torch.tensor(sequence, device=self.target.device)
+        hidden = self.reference(ids[None, :-1], output_hidden_states=True, use_cache=False).hidden_states[-1][0]
+        table, following = self.reference.get_input_embeddings().weight, ids[1:]
+        for module in self.head[:steps]:
+            hidden = module.whole(table[following], hidden)[0]
+            drafted = (self.reference.get_output_embeddings().weight @ hidden[-1]).argmax()
+            following = torch.cat((following[1:], drafted[None]))
+        return following[-steps:].tolist()
+
+
+@pytest.mark.parametrize("budget", [64, 13])
+def test_a_chain_of_modules_drafts_as_a_full_recompute(chain, budget):
+    """Keys that stood for rejected drafts are computed again, after acceptances of every length and in chunks."""
+    right = torch.randint(0, STEPS + 1, (128,), generator=torch.Generator().manual_seed(2)).tolist()
+    completions, directed = decode(chain, right.__getitem__, max_num_reqs=3, max_num_batched_tokens=budget)
+    assert {count for one in completions for count in one.accepted} == set(range(STEPS + 1))
+    for sequence, drafted in directed.rounds:
+        assert drafted == chain.drafts(sequence, STEPS)
+
+
+def test_a_chain_keeps_in_step_whatever_is_wanted(chain):
+    speculator = chain.speculator()
+    _, arguments = one_pass(chain, speculator, [PROMPTS[1], PROMPTS[0]])
+    expected = [chain.drafts(ids, STEPS) for ids in (PROMPTS[1], PROMPTS[0])]
+    assert speculator.propose(*arguments, num_speculative_tokens=1).tolist() == [row[:1] for row in expected]
+    assert speculator.drafts[:, :2].t().tolist() == expected
+    with pytest.raises(ValueError, match="num_speculative_tokens: got 4, needs 0 to 3"):
+        speculator.propose(*arguments, num_speculative_tokens=4)
+    with pytest.raises(ValueError, match="num_speculative_tokens: got 4, a chain of 3 modules drafts at most 3"):
+        chain.speculator(4)
+
+
 def waiting_attention(*args: Any, **options: Any) -> Tensor:
     """An attention that no capture may hold."""
     torch.cuda.synchronize()

@@ -1,0 +1,88 @@
+"""A chain of modules, each of which looks one token further ahead (MTP with more than one module).
+
+Module s pairs the state of token i with token i + 1 + s, so it runs over all tokens of a pass with ids shifted by s
+more, the drafts before it at the end. Its keys of the last s tokens stand for drafts. Where those are rejected the keys
+are wrong, and the states that lead to the right ones are of the pass before: so n − 1 rows of each request are kept,
+and run again in front of its next ones.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tridraft.speculator.batch import InputBatch
+
+
+def follow(input_ids: Tensor, query_start_loc: Tensor, num_rejected: Tensor, drafted: Tensor) -> Tensor:
+    """Ids `[T]` one token further: each row gets its request's next one, the last accepted row the draft.
+
+    Args:
+        input_ids: `[T]`.
+        query_start_loc: `[R + 1]`.
+        num_rejected: `[R]`.
+        drafted: `[R]`.
+
+    >>> def ints(*values): return torch.tensor(values)
+    >>> follow(ints(11, 12, 13, 21, 22), ints(0, 3, 5), ints(1, 0), ints(99, 88))[[0, 1, 3, 4]].tolist()
+    [12, 99, 22, 88]
+    """
+    row, request = _requests(query_start_loc, input_ids.shape[0])
+    last = query_start_loc[1:] - 1 - num_rejected
+    return torch.where(row == last[request], drafted[request], input_ids.roll(-1))
+
+
+def _requests(query_start_loc: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Each row's number and its request's; rows behind the last request count to it."""
+    row = torch.arange(num_rows, device=query_start_loc.device)
+    request = torch.searchsorted(query_start_loc[1:].long(), row, right=True)
+    return row, request.clamp(max=query_start_loc.shape[0] - 2)
+
+
+class PassHistory:
+    """The last accepted rows of each slot: ids and the target's hidden states.
+
+    Args:
+        like: `[slots, H]`, of the hidden states' dtype and device.
+        num_rows: rows kept of each.
+    """
+
+    def __init__(self, like: Tensor, num_rows: int) -> None:
+        slots, width = like.shape
+        self.num_rows = num_rows
+        # One slot more, for what rows of padding write.
+        self._ids = torch.zeros(slots + 1, num_rows, dtype=torch.int64, device=like.device)
+        self._hidden = like.new_zeros(slots + 1, num_rows, width)
+
+    def _slots(self, batch: InputBatch) -> Tensor:
+        return torch.where(batch.idx_mapping < 0, self._ids.shape[0] - 1, batch.idx_mapping.long())
+
+    def repeat(self, batch: InputBatch, hidden: Tensor) -> tuple[InputBatch, Tensor]:
+        """The pass with each request's kept rows in front; those before its first token have positions below 0."""
+        count = self.num_rows
+        if not batch.num_reqs:
+            return batch, hidden
+        starts = batch.query_start_loc + count * torch.arange(batch.num_reqs + 1, device=hidden.device)
+        row, request = _requests(starts, batch.num_tokens + count * batch.num_reqs)
+        offset = row - starts[request] - count
+        kept, source = offset < 0, (batch.query_start_loc[request] + offset).clamp(min=0)
+        slot, place = self._slots(batch)[request], (offset + count).clamp(max=count - 1)
+        first = batch.seq_lens - batch.query_start_loc.diff()
+        repeated = replace(
+            batch,
+            input_ids=torch.where(kept, self._ids[slot, place], batch.input_ids[source].long()),
+            positions=first[request] + offset,
+            query_start_loc=starts.int(),
+            num_tokens=row.shape[0],
+            max_query_len=batch.max_query_len + count,
+        )
+        return repeated, torch.where(kept[:, None], self._hidden[slot, place], hidden[source])
+
+    def keep(self, batch: InputBatch, hidden: Tensor, num_rejected: Tensor) -> None:
+        """Remember the last accepted rows of a pass that `repeat` gave."""
+        last = batch.query_start_loc[1:] - 1 - num_rejected
+        rows = last[:, None] - torch.arange(self.num_rows - 1, -1, -1, device=last.device)
+        rows = torch.maximum(rows, batch.query_start_loc[:-1, None])  # a stale count stays in its request
+        slots = self._slots(batch)
+        self._ids[slots] = batch.input_ids[rows]
+        self._hidden[slots] = hidden[rows]

@@ -112,13 +112,13 @@ def _finish_kernel(
 ):
     pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(idx_mapping_ptr + row)
-    if slot >= 0:
-        offs = tl.arange(0, BLOCK_P)
-        mask = offs < num_partials
-        values = tl.load(values_ptr + row * num_partials + offs, mask=mask, other=float("nan"))
-        ids = tl.load(ids_ptr + row * num_partials + offs, mask=mask, other=0)
-        best, token = argmax(values, ids, 0)
+    offs = tl.arange(0, BLOCK_P)
+    mask = offs < num_partials
+    values = tl.load(values_ptr + row * num_partials + offs, mask=mask, other=float("nan"))
+    ids = tl.load(ids_ptr + row * num_partials + offs, mask=mask, other=0)
+    if tl.load(idx_mapping_ptr + row) >= 0:  # padding wrote no pairs
+        best = tl.max(values, axis=0)
+        token = tl.min(tl.where(values == best, ids, vocab_size), axis=0)
         if not best > float("-inf"):
             token = lowest_eligible(suppress_ptr, num_suppressed, d2t_ptr, vocab_size)
         target_id = token.to(tl.int64)

@@ -102,7 +102,7 @@ def centroid_scores_kernel(
 
 @triton.jit
 def _select(scores_ptr, row, num_centroids, top_k, BLOCK_C: tl.constexpr, GROUPS: tl.constexpr):
-    """(selected `[BLOCK_C]`, how many are selected up to and with each centroid, its index).
+    """(selected `[BLOCK_C]`, the index of each centroid).
 
     Narrows the keys to a threshold that exactly top_k of them reach, or, if keys tie there, to the top_k-th key. The
     smallest of GROUPS ≥ top_k group maxima is reached by top_k keys, which leaves about six steps in place of 21: of
@@ -129,14 +129,12 @@ def _select(scores_ptr, row, num_centroids, top_k, BLOCK_C: tl.constexpr, GROUPS
         reached = tl.where(at_upper >= top_k, at_upper, tl.where(at_lower >= top_k, at_lower, reached))
 
     threshold = low.to(tl.int32)
-    above = (keys > threshold).to(tl.int32)
-    equal = (keys == threshold).to(tl.int32)
-    ties = top_k - tl.sum(above, axis=0)
-    # One scan counts both: above in the low 16 bits, equal in the high ones.
-    counts = tl.cumsum(above + (equal << 16), axis=0)
-    ties_before = tl.minimum(counts >> 16, ties)
-    selected = (above > 0) | ((equal > 0) & (counts >> 16 <= ties))
-    return selected, (counts & 0xFFFF) + ties_before, offs_c
+    selected = keys >= threshold
+    if reached != top_k:
+        above, equal = keys > threshold, keys == threshold
+        ties = top_k - tl.sum(above.to(tl.int32), axis=0)
+        selected = above | (equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= ties))
+    return selected, offs_c
 
 
 @triton.jit
@@ -237,7 +235,8 @@ def row_candidates_kernel(
         temperature = tl.load(temperature_ptr + slot)
         seed = tl.load(seeds_ptr + slot)
         position = tl.load(positions_ptr + row).to(tl.int64)
-        selected, rank, offs_c = _select(scores_ptr, row, num_centroids, top_k, BLOCK_C, GROUPS)
+        selected, offs_c = _select(scores_ptr, row, num_centroids, top_k, BLOCK_C, GROUPS)
+        rank = tl.cumsum(selected.to(tl.int32), axis=0)
         best = nothing()
         first = tl.program_id(1) * tiles
         for item in range(first, tl.minimum(first + tiles, top_k * parts)):
@@ -273,7 +272,7 @@ def select_kernel(
     pdl_wait(PDL)
     row = tl.program_id(0)
     if tl.load(idx_mapping_ptr + row) >= 0:
-        selected, _, offs_c = _select(scores_ptr, row.to(tl.int64), num_centroids, top_k, BLOCK_C, GROUPS)
+        selected, offs_c = _select(scores_ptr, row.to(tl.int64), num_centroids, top_k, BLOCK_C, GROUPS)
         place = tl.atomic_add(counts_ptr + offs_c, 1, mask=selected, sem="relaxed")
         tl.store(members_ptr + offs_c.to(tl.int64) * num_rows + place, row, mask=selected)
     else:
@@ -403,7 +402,8 @@ def candidate_logits_kernel(
     """Program (n, t): `row_candidates_kernel`, its logits stored."""
     pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
-    selected, rank, offs_c = _select(scores_ptr, row, num_centroids, top_k, BLOCK_C, GROUPS)
+    selected, offs_c = _select(scores_ptr, row, num_centroids, top_k, BLOCK_C, GROUPS)
+    rank = tl.cumsum(selected.to(tl.int32), axis=0)
     first = tl.program_id(1) * tiles
     for item in range(first, tl.minimum(first + tiles, top_k * parts)):
         centroid = tl.sum(tl.where(selected & (rank == item // parts + 1), offs_c, 0), axis=0)
@@ -460,9 +460,10 @@ def masked_embedding_launch(
     by_centroid = num_rows * top_k >= num_centroids // 4
     # 64 candidates in bf16 at hidden 256 are 32 KB in flight a program. 168 registers a thread let three of them run on
     # a multiprocessor: 38.9 / 51.3 / 65.5 at 32 / 64 / 128 rows. 128 registers make it four, but spill: 42.8 / 59.7 /
-    # 78.1. One row has too few candidates for that: 32 make one program a multiprocessor (11.7; 13.8 with 64).
-    few = num_rows * top_k * cdiv(per_centroid, 32) <= 2 * arch.num_sms
-    tile = max(16, min(next_power_of_2(per_centroid), 32 if few else 64))
+    # 78.1. One row has too few candidates for that: the smallest tiles of a dot, 8.5 (9.2 with 32, 13.8 with 64).
+    tile = max(16, min(next_power_of_2(per_centroid), 64))
+    while tile > 16 and num_rows * top_k * cdiv(per_centroid, tile // 2) <= 2 * arch.num_sms:
+        tile //= 2
     # By row every program repeats the selection: about two programs a multiprocessor, which run at once, instead of
     # smaller ones one after another (8 rows: 18.3 with 256 programs of two tiles, more than 20 with 512 of one).
     programs = num_rows * top_k * cdiv(per_centroid, tile)

@@ -50,7 +50,7 @@ def winner_key(scores, ids, mask, AXIS: tl.constexpr = 0):
 @triton.jit
 def meet(key, index, num_programs, best_ptr, arrivals_ptr):
     """(whether this is the last of `num_programs` to arrive, the winner's key if it is)."""
-    tl.atomic_max(best_ptr + index, key)
+    tl.atomic_max(best_ptr + index, key, sem="relaxed")  # ordered by the arrival, of the same thread
     last = tl.atomic_add(arrivals_ptr + index, 1) == num_programs - 1
     winner = key
     if last:

@@ -93,6 +93,23 @@ def _any_equal(target_ids, ids):
     return tl.max((target_ids[:, None] == ids[None, :]).to(tl.int32), axis=1) > 0
 
 
+@triton.jit
+def _dot_order(offs_k):
+    """The column that each place of a row has in `_in_dot_order`."""
+    return offs_k // 64 * 64 + offs_k // 2 % 4 * 16 + offs_k // 16 % 4 * 4 + offs_k // 8 % 2 * 2 + offs_k % 2
+
+
+@triton.jit
+def _in_dot_order(weight, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Columns of an 8-bit tile in another order, which a sum does not mind.
+
+    A tensor core's thread takes 2 columns of every 8. In this order those of 64 columns are 16 bytes in a row, one read
+    from shared memory, where in the stored order each byte would be one.
+    """
+    weight = tl.reshape(weight, (BLOCK_V, BLOCK_K // 64, 4, 4, 2, 2))
+    return tl.reshape(tl.permute(weight, (0, 1, 3, 4, 2, 5)), (BLOCK_V, BLOCK_K))
+
+
 @triton.jit(debug=DEBUG, do_not_specialize=["num_rows"])
 def _lm_head_kernel(
     hidden_ptr,  # [N, H] float
@@ -127,6 +144,7 @@ def _lm_head_kernel(
     BLOCK_S: tl.constexpr,
     MORE_SUPPRESSED: tl.constexpr,
     EVEN_K: tl.constexpr,
+    REORDER: tl.constexpr,
     PDL: tl.constexpr,
 ):
     pdl_wait(PDL)
@@ -154,20 +172,22 @@ def _lm_head_kernel(
         step = tl.load(draft_step_ptr).to(tl.int64)
         out_ptrs = logits_out_ptr + slots * stride_os + step * stride_ok
 
-    hidden_ptrs = hidden_ptr + rows[None, :] * stride_hn + offs_k[:, None]
     weight_offs = offs_v.to(tl.int64)[:, None] * stride_wv + offs_k[None, :]
+    hidden_k = _dot_order(offs_k) if REORDER else offs_k
+    hidden_ptrs = hidden_ptr + rows[None, :] * stride_hn + hidden_k[:, None]
     if NUM_BLOCKS_K == 1:
-        hidden = tl.load(hidden_ptrs, mask=mask_n[None, :] & (offs_k[:, None] < hidden_size), other=0.0)
+        hidden = tl.load(hidden_ptrs, mask=mask_n[None, :] & (hidden_k[:, None] < hidden_size), other=0.0)
 
     # One loop over (vocabulary tile, block of H), so that loads run ahead across tiles. The best score and its tile are
     # kept for each element of the tile; they are reduced to one pair a row only once, at the end.
     best = tl.full((BLOCK_V, BLOCK_N), float("nan"), tl.float32)
     best_tile = tl.zeros((BLOCK_V, BLOCK_N), tl.int32)
     acc = tl.zeros((BLOCK_V, BLOCK_N), tl.float32)
-    tile = part
-    block_k = 0
     num_tiles = tl.cdiv(tl.cdiv(vocab_size, BLOCK_V) - part, num_parts)
-    for _ in range(num_tiles * NUM_BLOCKS_K):
+    for step_index in range(num_tiles * NUM_BLOCKS_K):
+        # Functions of the step alone: what an earlier step decides would keep loads from running ahead of it.
+        tile = part + step_index // NUM_BLOCKS_K * num_parts
+        block_k = step_index % NUM_BLOCKS_K
         first_v = tile * BLOCK_V
         first_k = block_k * BLOCK_K
         weight_mask = (offs_v < vocab_size - first_v)[:, None]
@@ -178,11 +198,13 @@ def _lm_head_kernel(
         if NUM_BLOCKS_K > 1:
             hidden_mask = mask_n[None, :]
             if not EVEN_K:
-                hidden_mask = hidden_mask & (offs_k < hidden_size - first_k)[:, None]
+                hidden_mask = hidden_mask & (hidden_k < hidden_size - first_k)[:, None]
             hidden = tl.load(hidden_ptrs + first_k, mask=hidden_mask, other=0.0)
+        if REORDER:
+            # Through float32: of the conversions to bfloat16, only that from float32 takes two numbers an instruction.
+            weight = _in_dot_order(weight, BLOCK_V, BLOCK_K).to(tl.float16).to(tl.float32)
         acc = tl.dot(weight.to(hidden.dtype), hidden, acc, input_precision="ieee")
-        block_k += 1
-        if block_k == NUM_BLOCKS_K:
+        if block_k == NUM_BLOCKS_K - 1:
             draft_ids = first_v + offs_v
             mask_v = draft_ids < vocab_size
             x = acc
@@ -211,8 +233,6 @@ def _lm_head_kernel(
             best = tl.where(take, x, best)
             best_tile = tl.where(take, tile, best_tile)
             acc = tl.zeros((BLOCK_V, BLOCK_N), tl.float32)
-            tile += num_parts
-            block_k = 0
 
     value, draft_id = argmax(best, best_tile * BLOCK_V + offs_v[:, None], 0)
     offset = rows * num_parts + part
@@ -272,14 +292,17 @@ def lm_head_config(num_rows: int, hidden_size: int, hidden_bytes: int, weight_by
     # Tensor cores from one row on: a 16-wide tile costs nothing beside its weights, and one path means one rounding.
     # 64 rows at most: a wider tile would hold scores, ids and noise of more elements than a thread has registers for.
     block_n = min(max(16, next_power_of_2(num_rows)), 64)
-    # 64 × 256 is one matrix instruction of a warpgroup high and all of a small drafter's H wide. H200, 2026-11-30,
-    # 8 rows, H 256 / 1,024: 35.9 / 147.5 µs; 128 × 128 in 3 stages 47.0 / 171.9; 64 × 128 in 5 stages 48.8 / 162.4.
+    # 64 × 256 is one matrix instruction of a warpgroup high and all of a small drafter's H wide.
     widest = 64 if hidden_bytes == 4 else 256 if arch.shared_memory >= 160_000 else 128
     block_k = min(max(16, next_power_of_2(hidden_size)), widest)
     block_v = 64
-    num_warps = 4 if block_n <= 32 else 8
-    # Two programs a multiprocessor, so that one loads while the other reduces; then as deep as shared memory allows.
-    for programs_per_sm, num_stages in ((2, 5), (2, 4), (2, 3), (2, 2), (1, 4), (1, 3), (1, 2)):
+    # 32 rows in 4 warps spill: 65.9 against 36.0 (H200, 2026-11-30, H 256).
+    num_warps = 4 if block_n <= 16 else 8
+    # One program a multiprocessor, three tiles ahead of itself: 34.2 at H 256 and one row, two programs of three stages
+    # 34.4, of two 35.6, six stages 34.7. Converting 8-bit weights takes longer than loading them, so two programs share
+    # it: 21.7 at H 256 and 85.8 at H 1,024 against 24.3 and 140.
+    pairs = ((2, 4), (2, 3)) if weight_bytes == 1 and num_warps == 4 else ()
+    for programs_per_sm, num_stages in (*pairs, (1, 4), (1, 3), (1, 2)):
         config = LmHeadConfig(block_n, block_v, block_k, num_stages, num_warps, programs_per_sm)
         if programs_per_sm * (config.shared_memory(hidden_bytes, weight_bytes, arch) + 2048) <= arch.shared_memory:
             return config
@@ -358,6 +381,7 @@ def _launch_lm_head_sample(
         BLOCK_S=block_s,
         MORE_SUPPRESSED=num_suppressed > block_s,
         EVEN_K=hidden_size % config.block_k == 0,
+        REORDER=weight.element_size() == 1 and config.block_k >= 64,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **pdl_options(arch),

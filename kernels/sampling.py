@@ -39,7 +39,15 @@ from tridraft.kernels._op import (
     use_triton,
 )
 from tridraft.kernels._pdl import pdl_options, pdl_wait
-from tridraft.kernels.random import DRAFT, MAX_GUMBEL, STRIP, gumbel, gumbel_of_word, words_of_counter
+from tridraft.kernels.random import (
+    DRAFT,
+    MAX_GUMBEL,
+    STRIP,
+    gumbel,
+    gumbel_of_word,
+    uniform_of_word,
+    words_of_counter,
+)
 from tridraft.kernels.suppress import check_suppress_ids
 
 
@@ -94,20 +102,31 @@ def store_reference(tokens: Tensor, all_nan: Tensor, idx_mapping: Tensor, nan_fl
         nan_flag.copy_(torch.where(active, all_nan.to(nan_flag.dtype), nan_flag))
 
 
-_TILE = tl.constexpr(4 * STRIP.value)
+_GROUP = tl.constexpr(4 * STRIP.value)
 _LOG2E = tl.constexpr(1.4426950408889634)
+_LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _first_id(tile, WIDTH: tl.constexpr):
-    """The lowest token id of a tile: 1,024 / WIDTH tiles share the four strips of a group of 4,096 ids."""
-    return tile * WIDTH + tile * WIDTH // STRIP * (3 * STRIP)
+def _any(flags):
+    return tl.max(flags.to(tl.int32), axis=0) > 0
 
 
 @triton.jit
-def _load_tile(row_ptr, offs, limit):
-    """Four strips of a row as they are stored; NaN, which never wins, past `limit`."""
+def _zero_like(x):
+    """Zeros held by the threads that hold x. The compiler lays out what a range starts as it pleases, and random words
+    that other threads need would pass through shared memory, with a barrier for each strip.
+    """
+    bits = x.to(tl.float32).to(tl.uint32, bitcast=True)
+    return (bits.to(tl.uint64) >> 32).to(tl.int32)
+
+
+@triton.jit
+def _load_tile(row_ptr, lane, group, last_group, vocab_size):
+    """The four strips of a group as they are stored; NaN, which never wins, past the vocabulary and the last group."""
     nan = float("nan")
+    offs = lane + group * _GROUP
+    limit = tl.where(group < last_group, vocab_size, 0)
     x0 = tl.load(row_ptr + offs, mask=offs < limit, other=nan)
     x1 = tl.load(row_ptr + offs + STRIP, mask=offs + STRIP < limit, other=nan)
     x2 = tl.load(row_ptr + offs + 2 * STRIP, mask=offs + 2 * STRIP < limit, other=nan)
@@ -122,21 +141,33 @@ def _store_strip(out_ptr, offs, x, limit):
 
 
 @triton.jit
-def _drop_suppressed(x0, x1, x2, x3, offs, first, suppress_ptr, num_suppressed):
-    """NaN at suppressed ids. Sixteen ids are held against a tile at a time; few tiles hold any."""
-    nan = float("nan")
+def _drop_suppressed(x0, x1, x2, x3, offs, group, suppress_ptr, num_suppressed):
+    """NaN at suppressed ids. Sixteen are held against the group at a time; few groups hold any."""
+    if suppress_ptr is not None:
+        nan = float("nan")
+        for start in range(0, num_suppressed, 16):
+            index = start + tl.arange(0, 16)
+            ids = tl.load(suppress_ptr + index, mask=index < num_suppressed, other=-1)
+            if _any((ids >= group * _GROUP) & (ids < (group + 1) * _GROUP)):
+                for i in range(start, tl.minimum(start + 16, num_suppressed)):
+                    token_id = tl.load(suppress_ptr + i).to(tl.int32)
+                    x0 = tl.where(offs == token_id, nan, x0)
+                    x1 = tl.where(offs + STRIP == token_id, nan, x1)
+                    x2 = tl.where(offs + 2 * STRIP == token_id, nan, x2)
+                    x3 = tl.where(offs + 3 * STRIP == token_id, nan, x3)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def _store_suppressed(out_ptr, first_group, last_group, column, suppress_ptr, num_suppressed, WIDTH: tl.constexpr):
+    """−inf at the suppressed ids among a program's, after its strips are stored."""
+    tl.debug_barrier()
     for start in range(0, num_suppressed, 16):
         index = start + tl.arange(0, 16)
         ids = tl.load(suppress_ptr + index, mask=index < num_suppressed, other=-1)
-        inside = (ids >= first) & (ids < first + _TILE)
-        if tl.max(inside.to(tl.int32), axis=0) > 0:
-            for i in range(start, tl.minimum(start + 16, num_suppressed)):
-                token_id = tl.load(suppress_ptr + i)
-                x0 = tl.where(offs == token_id, nan, x0)
-                x1 = tl.where(offs + STRIP == token_id, nan, x1)
-                x2 = tl.where(offs + 2 * STRIP == token_id, nan, x2)
-                x3 = tl.where(offs + 3 * STRIP == token_id, nan, x3)
-    return x0, x1, x2, x3
+        mine = (ids >= first_group * _GROUP) & (ids < last_group * _GROUP) & (ids % STRIP // WIDTH == column)
+        minus_inf = tl.full((16,), float("-inf"), tl.float32).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + ids, minus_inf, mask=mine)
 
 
 @triton.jit
@@ -147,22 +178,50 @@ def _take(x, offs, best, best_id):
 
 
 @triton.jit
-def _draw(x, word, inverse, offs, best, best_id):
-    return _take(x * inverse + gumbel_of_word(word), offs, best, best_id)
+def _lowest_equal(x0, x1, x2, x3, value, offs, otherwise):
+    """The lowest id of each lane whose logit is `value`."""
+    lowest = tl.where(x3 == value, offs + 3 * STRIP, otherwise)
+    lowest = tl.where(x2 == value, offs + 2 * STRIP, lowest)
+    lowest = tl.where(x1 == value, offs + STRIP, lowest)
+    return tl.where(x0 == value, offs, lowest)
 
 
 @triton.jit
-def _reach(x, word, scale, bar):
-    """At most 1 wherever the noise of `word` may lift the score of x to the bar; NaN where nothing is there.
+def _least_score(x, word, inverse):
+    """At most the score of x, and nearly that for a small u: −log(1 − u) ≤ u / (1 − u).
+
+    The bits of a float are its binary logarithm, at most 0.0861 too small.
+    """
+    bits = uniform_of_word(word).to(tl.int32, bitcast=True)
+    complement = uniform_of_word(~word).to(tl.int32, bitcast=True)
+    return x * inverse + ((complement - bits).to(tl.float32) * 2.0**-23 - 0.0861) * _LN2
+
+
+@triton.jit
+def _slack_below(score):
+    """A bar that no score above `score` fails by rounding: of scores, logarithms or exponents. None for NaN."""
+    score = tl.minimum(tl.maximum(score, float("-inf")), 1e38)
+    return score - 1e-3 - 1e-6 * tl.abs(score)
+
+
+@triton.jit
+def _may_win(x, word, inverse, bar):
+    """True wherever the noise of `word` may lift the score of x to the bar.
 
     gumbel(u) < −log u, so u may not exceed exp(score − bar). The word's upper 23 bits, as the mantissa of a float in
-    [1, 2), are u rounded down; neither they nor the difference can make a word that may look like one that may not.
+    [1, 2), are 1 + u rounded down.
     """
     rounded = ((word >> 9) | 0x3F800000).to(tl.float32, bitcast=True)
-    return rounded - tl.exp2(tl.fma(x, scale, -bar))
+    return rounded <= 1.0 + tl.exp2((x * inverse - bar) * _LOG2E)
 
 
-@triton.jit(debug=DEBUG, do_not_specialize=["num_tiles", "tiles_per_program"])
+@triton.jit
+def _pick(strip, a0, a1, a2, a3):
+    """One of four strips by its number."""
+    return tl.where(strip < 2, tl.where(strip == 0, a0, a1), tl.where(strip == 2, a2, a3))
+
+
+@triton.jit(debug=DEBUG, do_not_specialize=["num_slots", "num_suppressed", "num_groups", "groups_per_program"])
 def _sample_kernel(
     logits_ptr,  # [N, V] float
     idx_mapping_ptr,  # [N] int
@@ -177,8 +236,8 @@ def _sample_kernel(
     vocab_size,
     num_slots,
     num_suppressed,
-    num_tiles,
-    tiles_per_program,
+    num_groups,
+    groups_per_program,
     stride_n,
     stride_os,
     stride_ok,
@@ -186,84 +245,110 @@ def _sample_kernel(
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Program (n, c, g): of row n, WIDTH ids of each of the four strips of some consecutive groups of 4,096 ids."""
     pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
+    column = tl.program_id(1)
+    first_group = tl.program_id(2) * groups_per_program
+    last_group = tl.minimum(first_group + groups_per_program, num_groups)
     row_ptr = logits_ptr + row * stride_n
-    strip = tl.arange(0, WIDTH)
+    lane = column * WIDTH + tl.arange(0, WIDTH)
 
-    # The first tile is on its way before anything is known of the row: at N = 1 that latency is most of the kernel.
-    first_tile = part * tiles_per_program
-    last_tile = tl.minimum(first_tile + tiles_per_program, num_tiles)
-    r0, r1, r2, r3 = _load_tile(row_ptr, _first_id(first_tile, WIDTH) + strip, vocab_size)
+    # All that has a latency of its own is on its way before anything is known: at N = 1 it is most of the kernel.
     slot = tl.load(idx_mapping_ptr + row).to(tl.int64)
+    r0, r1, r2, r3 = _load_tile(row_ptr, lane, first_group, last_group, vocab_size)
+    position = tl.load(positions_ptr + row).to(tl.int64)
+    if suppress_ptr is not None:
+        index = tl.arange(0, 16)
+        suppressed = tl.load(suppress_ptr + index, mask=index < num_suppressed, other=-1)
     if slot < 0:
         return
     tl.device_assert(slot < num_slots, "idx_mapping out of range")
     temperature = tl.load(temperature_ptr + slot)
     seed = tl.load(seeds_ptr + slot)
-    position = tl.load(positions_ptr + row).to(tl.int64)
     inverse = tl.div_rn(tl.full((), 1.0, tl.float32), tl.where(temperature > 0, temperature, 1.0))
     if logits_out_ptr is not None:
         step = tl.load(draft_step_ptr).to(tl.int64)
         out_ptr = logits_out_ptr + slot * stride_os + step * stride_ok
 
-    # Each lane keeps a best score of its own: one reduction for the program instead of several for each tile.
-    best = tl.full((WIDTH,), float("-inf"), tl.float32)
-    best_id = tl.zeros((WIDTH,), tl.int32)
-    seen = tl.full((WIDTH,), float("nan"), tl.float32)
-    peak = float("-inf")
-    for tile in range(first_tile, last_tile):
-        limit = tl.where(tile + 1 < last_tile, vocab_size, 0)
-        n0, n1, n2, n3 = _load_tile(row_ptr, _first_id(tile + 1, WIDTH) + strip, limit)
+    # Whoever wins without a look at the suppressed ids wins with it, unless it is one of them, or nothing was there.
+    # Then a program starts again, and also learns whether all it saw was NaN.
+    value = float("nan")
+    token = 0
+    again = False
+    done = False
+    while not done:
+        # Each lane keeps a best score of its own: one reduction for the program instead of one for each tile.
+        best = tl.full((WIDTH,), float("-inf"), tl.float32)
+        best_id = tl.zeros((WIDTH,), tl.int32)
+        seen = tl.full((WIDTH,), float("nan"), tl.float32)
+        bar = float("-inf")
+        for group in range(first_group, last_group):
+            n0, n1, n2, n3 = _load_tile(row_ptr, lane, group + 1, last_group, vocab_size)
 
-        first = _first_id(tile, WIDTH)
-        offs = first + strip
-        x0, x1, x2, x3 = r0.to(tl.float32), r1.to(tl.float32), r2.to(tl.float32), r3.to(tl.float32)
-        if suppress_ptr is not None:
-            x0, x1, x2, x3 = _drop_suppressed(x0, x1, x2, x3, offs, first, suppress_ptr, num_suppressed)
-        if logits_out_ptr is not None:
-            _store_strip(out_ptr, offs, x0, vocab_size)
-            _store_strip(out_ptr, offs + STRIP, x1, vocab_size)
-            _store_strip(out_ptr, offs + 2 * STRIP, x2, vocab_size)
-            _store_strip(out_ptr, offs + 3 * STRIP, x3, vocab_size)
+            offs = lane + group * _GROUP
+            x0, x1, x2, x3 = r0.to(tl.float32), r1.to(tl.float32), r2.to(tl.float32), r3.to(tl.float32)
+            if again:
+                x0, x1, x2, x3 = _drop_suppressed(x0, x1, x2, x3, offs, group, suppress_ptr, num_suppressed)
+            if logits_out_ptr is not None:
+                _store_strip(out_ptr, offs, x0, vocab_size)
+                _store_strip(out_ptr, offs + STRIP, x1, vocab_size)
+                _store_strip(out_ptr, offs + 2 * STRIP, x2, vocab_size)
+                _store_strip(out_ptr, offs + 3 * STRIP, x3, vocab_size)
 
-        top = tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3))
-        seen = tl.maximum(seen, top)
-        if temperature > 0:
-            if tl.max(top, axis=0) * inverse + MAX_GUMBEL >= peak:
-                w0, w1, w2, w3 = words_of_counter(seed, position, tile * WIDTH + strip, STREAM)
-                if tile == first_tile:
-                    # A score to be skipped by, at the price of one strip.
-                    best, best_id = _draw(x0, w0, inverse, offs, best, best_id)
-                    peak = tl.max(best, axis=0)
-                # The slack covers every rounding on the way: of scores, logarithms and exponents.
-                scale, bar = inverse * _LOG2E, (peak - 1e-3 - 1e-6 * tl.abs(peak)) * _LOG2E
-                m0, m1 = _reach(x0, w0, scale, bar), _reach(x1, w1, scale, bar)
-                m2, m3 = _reach(x2, w2, scale, bar), _reach(x3, w3, scale, bar)
-                if tl.min(tl.minimum(tl.minimum(m0, m1), tl.minimum(m2, m3)), axis=0) <= 1:
-                    if tl.min(m0, axis=0) <= 1:
-                        best, best_id = _draw(x0, w0, inverse, offs, best, best_id)
-                    if tl.min(m1, axis=0) <= 1:
-                        best, best_id = _draw(x1, w1, inverse, offs + STRIP, best, best_id)
-                    if tl.min(m2, axis=0) <= 1:
-                        best, best_id = _draw(x2, w2, inverse, offs + 2 * STRIP, best, best_id)
-                    if tl.min(m3, axis=0) <= 1:
-                        best, best_id = _draw(x3, w3, inverse, offs + 3 * STRIP, best, best_id)
-                    peak = tl.max(best, axis=0)
-        else:
-            best, best_id = _take(x0, offs, best, best_id)
-            best, best_id = _take(x1, offs + STRIP, best, best_id)
-            best, best_id = _take(x2, offs + 2 * STRIP, best, best_id)
-            best, best_id = _take(x3, offs + 3 * STRIP, best, best_id)
-        r0, r1, r2, r3 = n0, n1, n2, n3
+            top = tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3))
+            if again:
+                seen = tl.maximum(seen, top)
+            if temperature > 0:
+                if _any(top * inverse + MAX_GUMBEL >= bar):
+                    w0, w1, w2, w3 = words_of_counter(seed, position, lane + group * STRIP + _zero_like(r0), STREAM)
+                    word = tl.minimum(tl.minimum(w0, w1), tl.minimum(w2, w3))
+                    if group == first_group:
+                        # The best of a tile is nearly always the one of its four with the largest noise.
+                        x = tl.where(w0 == word, x0, tl.where(w1 == word, x1, tl.where(w2 == word, x2, x3)))
+                        bar = _slack_below(tl.max(_least_score(x, word, inverse), axis=0))
+                    if _any(_may_win(top, word, inverse, bar)):
+                        for strip in range(4):
+                            x = _pick(strip, x0, x1, x2, x3)
+                            word = _pick(strip, w0, w1, w2, w3)
+                            if _any(_may_win(x, word, inverse, bar)):
+                                score = x * inverse + gumbel_of_word(word)
+                                best, best_id = _take(score, offs + strip * STRIP, best, best_id)
+                        bar = tl.maximum(bar, _slack_below(tl.max(best, axis=0)))
+            else:
+                best, best_id = _take(top, offs, best, best_id)
+            r0, r1, r2, r3 = n0, n1, n2, n3
 
-    best = tl.where(is_nan(seen), seen, best)
-    value = tl.max(best, axis=0)
-    token = tl.min(tl.where(best == value, best_id, vocab_size), axis=0)
-    offset = row * tl.num_programs(1) + part
+        value = tl.max(best, axis=0)
+        token = tl.min(tl.where(best == value, best_id, vocab_size), axis=0)
+        if temperature <= 0:
+            # The greedy loop knows the group alone; one more look at it, in the cache, tells which of its ids.
+            group = token // _GROUP
+            offs = lane + group * _GROUP
+            r0, r1, r2, r3 = _load_tile(row_ptr, lane, group, last_group, vocab_size)
+            x0, x1, x2, x3 = r0.to(tl.float32), r1.to(tl.float32), r2.to(tl.float32), r3.to(tl.float32)
+            if again:
+                x0, x1, x2, x3 = _drop_suppressed(x0, x1, x2, x3, offs, group, suppress_ptr, num_suppressed)
+            token = tl.min(_lowest_equal(x0, x1, x2, x3, value, offs, vocab_size), axis=0)
+        done = value > float("-inf")
+        if again:
+            value = tl.where(done, value, tl.max(seen, axis=0))
+            done = True
+        elif suppress_ptr is not None:
+            done = done & ~_any(suppressed == token)
+            for start in range(16, num_suppressed, 16):
+                more = tl.load(suppress_ptr + start + index, mask=start + index < num_suppressed, other=-1)
+                done = done & ~_any(more == token)
+        if not done:
+            r0, r1, r2, r3 = _load_tile(row_ptr, lane, first_group, last_group, vocab_size)
+            again = True
+
+    part = tl.program_id(2) * tl.num_programs(1) + column
+    offset = row * tl.num_programs(1) * tl.num_programs(2) + part
     tl.store(values_ptr + offset, value)
     tl.store(ids_ptr + offset, token)
+    if logits_out_ptr is not None and suppress_ptr is not None:
+        _store_suppressed(out_ptr, first_group, last_group, column, suppress_ptr, num_suppressed, WIDTH)
 
 
 @dataclass(frozen=True)
@@ -271,35 +356,32 @@ class SampleConfig:
     """Launch settings of the first stage.
 
     Attributes:
-        width: elements of each of a tile's four strips.
-        tiles_per_program: tiles a program reduces to one pair.
+        width: ids a program takes of each strip of 1,024.
+        groups_per_program: groups of four strips a program reduces to one pair.
         num_warps: of a program.
     """
 
     width: int
-    tiles_per_program: int
+    groups_per_program: int
     num_warps: int
 
 
 def sample_config(num_rows: int, vocab_size: int, arch: Arch) -> SampleConfig:
-    """The ladder: by how many elements there are for each multiprocessor.
+    """The ladder. One warp a program: nothing in its loop waits at a barrier.
 
-    A program of several tiles takes whole groups of 4,096 ids, so that every lane meets its ids in ascending order.
+    Times in µs on an H200, 2026-11-30, 262,144 logits, greedy / temperature 1.
     """
-    per_sm = num_rows * vocab_size / arch.num_sms
-    groups = cdiv(vocab_size, _TILE.value)
-    if per_sm <= 4096 and groups <= 256:
-        # One row of 262,144: 256 programs of 1,024 elements, two a multiprocessor, all of them on their way at once.
-        return SampleConfig(width=256, tiles_per_program=1, num_warps=4)
-    # Four elements a lane and strip at most: 128 registers a thread, 16 warps a multiprocessor. With eight they are 246
-    # and 8, and 32 rows took 20.8 µs greedy and 67.6 at temperature 1 (H200, 2026-11-30).
-    if per_sm <= 65536 and groups <= 512:
-        # 8 rows, greedy: 7.0 µs with half a group a program, 7.5 with a whole one.
-        return SampleConfig(width=512, tiles_per_program=1, num_warps=4)
-    # Enough programs that every multiprocessor holds about eight, and as few first strips (which have no best score to
-    # be skipped by) as that allows. At most 1,024 pairs a row: the second stage reduces them in one block.
-    tiles = max(1, cdiv(groups, 1024), min(8, groups * num_rows // (8 * arch.num_sms)))
-    return SampleConfig(width=1024, tiles_per_program=tiles, num_warps=8)
+    groups = cdiv(vocab_size, _GROUP.value)
+    if num_rows * vocab_size <= 4096 * arch.num_sms and groups <= 64:
+        # One row: 1,024 programs of 256 ids, 3.4 / 4.4. Of 512 ids 3.3 / 4.7; four warps of 1,024 ids 3.2 / 5.1.
+        return SampleConfig(width=64, groups_per_program=1, num_warps=1)
+    # As many programs as run at once, 16 a multiprocessor by their registers: a second wave waits for all the latencies
+    # again, and each program has to find a bar of its own. 8 rows, 1 / 2 / 4 groups a program: 6.8 / 4.8 / 5.3 greedy;
+    # 32 rows, 4 / 8 / 16: 10.5 / 8.5 / 11.4; 128 rows, 16 / 32 / 64: 24.9 / 24.0 / 36.3. Strips of 1,024, 8 warps:
+    # 7.6, 14.2 and 30.2.
+    num_tiles = num_rows * groups * (STRIP.value // 128)
+    groups_per_program = min(groups, max(cdiv(num_tiles, 16 * arch.num_sms), cdiv(groups, 128)))
+    return SampleConfig(width=128, groups_per_program=groups_per_program, num_warps=1)
 
 
 def _launch_draft_sample(
@@ -317,12 +399,16 @@ def _launch_draft_sample(
     num_rows, vocab_size = logits.shape
     arch = arch_of(logits.device)
     config = sample_config(num_rows, vocab_size, arch)
-    groups, rest = divmod(vocab_size, _TILE.value)
-    num_tiles = groups * (STRIP.value // config.width) + cdiv(min(rest, STRIP.value), config.width)
-    num_parts = cdiv(num_tiles, config.tiles_per_program)
+    num_groups = cdiv(vocab_size, _GROUP.value)
+    grid = (
+        num_rows,
+        cdiv(min(vocab_size, STRIP.value), config.width),
+        cdiv(num_groups, config.groups_per_program),
+    )
+    num_parts = grid[1] * grid[2]
     values = torch.empty((num_rows, num_parts), dtype=torch.float32, device=logits.device)
     ids = torch.empty((num_rows, num_parts), dtype=torch.int32, device=logits.device)
-    _sample_kernel[(num_rows, num_parts)](
+    _sample_kernel[grid](
         logits,
         idx_mapping,
         temperature,
@@ -336,8 +422,8 @@ def _launch_draft_sample(
         vocab_size,
         temperature.shape[0],
         0 if suppress_ids is None else suppress_ids.shape[0],
-        num_tiles,
-        config.tiles_per_program,
+        num_groups,
+        config.groups_per_program,
         logits.stride(0),
         0 if draft_logits_out is None else draft_logits_out.stride(0),
         0 if draft_logits_out is None else draft_logits_out.stride(1),

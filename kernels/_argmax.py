@@ -101,6 +101,7 @@ def _finish_kernel(
     suppress_ptr,  # [n] i64 or None
     d2t_ptr,  # [V] i64 or None
     nan_flag_ptr,  # [N] bool or i32, or None
+    scores_ptr,  # [N] f32 or None
     out_ptr,  # [N] int
     num_partials,
     num_suppressed,
@@ -127,6 +128,8 @@ def _finish_kernel(
         tl.store(out_ptr + row * stride_out, target_id.to(out_ptr.dtype.element_ty))
         if nan_flag_ptr is not None:
             tl.store(nan_flag_ptr + row * stride_flag, is_nan(best).to(nan_flag_ptr.dtype.element_ty))
+        if scores_ptr is not None:
+            tl.store(scores_ptr + row, tl.where(is_nan(best), float("-inf"), best))
 
 
 def finish_argmax(
@@ -138,8 +141,11 @@ def finish_argmax(
     nan_flag: Tensor | None,
     out: Tensor,
     vocab_size: int,
+    scores: Tensor | None = None,
 ) -> None:
     """The second stage of a sampler: reduce each row's partial winners `[N, P]` to its token in `out`.
+
+    `scores` `[N]` float32 receives the winners' scores, −inf where nothing was there.
 
     Programmatic dependent launch has it resident before the first stage ends, so it costs no launch gap.
     """
@@ -151,6 +157,7 @@ def finish_argmax(
         suppress_ids,
         d2t,
         nan_flag,
+        scores,
         out,
         values.shape[1],
         0 if suppress_ids is None else suppress_ids.shape[0],

@@ -137,15 +137,18 @@ def decode_inputs_kernel(
         else:
             token = tl.load(tokens_ptr + request, mask=live, other=0)
         position = tl.where(live, tl.maximum(length + position_shift, 0), 0)
-        new_length = tl.minimum(length + 1 if ADVANCE else length, max_model_len)
         tl.store(input_ids_ptr + request, token)
         tl.store(positions_ptr + request, tl.minimum(position, max_model_len - 1))
-        tl.store(out_seq_lens_ptr + request, tl.where(live, new_length, 0))
+        has_slot = True
         if block_table_ptr is not None:
             kv_slot = _slot_at(
                 position, request, block_table_ptr, stride_bt_r, block_size, num_columns, max_model_len, live
             )
             tl.store(slot_mapping_ptr + request, kv_slot)
+            has_slot = kv_slot >= 0
+        if ADVANCE:
+            length = tl.where(has_slot, length + 1, length)
+        tl.store(out_seq_lens_ptr + request, tl.where(live, tl.minimum(length, max_model_len), 0))
 
 
 @triton.jit(do_not_specialize=["max_model_len"])
@@ -188,14 +191,17 @@ def update_inputs_kernel(
         length = tl.load(seq_lens_ptr + request, mask=live, other=0)
         if ADVANCE:
             position = tl.where(live, position + 1, 0)
-            length = tl.where(live, tl.minimum(length + 1, max_model_len), 0)
         tl.store(positions_ptr + request, tl.minimum(position, max_model_len - 1))
-        tl.store(seq_lens_ptr + request, length)
+        has_slot = live
         if block_table_ptr is not None:
             slot = _slot_at(
                 position, request, block_table_ptr, stride_bt_r, block_size, num_columns, max_model_len, live
             )
             tl.store(slot_mapping_ptr + request, slot)
+            has_slot = slot >= 0
+        if ADVANCE:
+            length = tl.minimum(tl.where(has_slot, length + 1, length), max_model_len)
+        tl.store(seq_lens_ptr + request, length)
 
 
 @triton.jit(do_not_specialize=["num_reqs", "num_rows", "max_model_len"])

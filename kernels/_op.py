@@ -59,6 +59,15 @@ def use_triton(impl: Impl, tensor: Tensor) -> bool:
     return impl != "eager" and can_launch(tensor)
 
 
+def _fits(shape: tuple[int, ...], wanted: tuple[int | str, ...]) -> bool:
+    if len(shape) != len(wanted):
+        return False
+    for got, want in zip(shape, wanted, strict=True):  # noqa: SIM110  a generator takes three times as long
+        if got != want and not isinstance(want, str):
+            return False
+    return True
+
+
 def check_tensor(
     name: str,
     tensor: Tensor,
@@ -82,12 +91,17 @@ def check_tensor(
         TypeError: not a tensor, or another dtype.
         ValueError: another shape, device or layout.
     """
+    if (
+        isinstance(tensor, Tensor)
+        and (shape is None or tensor.shape == shape or _fits(tensor.shape, shape))
+        and (dtype is None or tensor.dtype is dtype or (type(dtype) is tuple and tensor.dtype in dtype))
+        and (device is None or tensor.device == device)
+        and (not contiguous_last or tensor.is_contiguous() or tensor.stride(-1) == 1)
+    ):
+        return  # as nearly always: what follows says what is wrong
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: got {type(tensor).__name__}, needs a tensor")
-    if shape is not None and (
-        tensor.dim() != len(shape)
-        or any(isinstance(want, int) and got != want for got, want in zip(tensor.shape, shape, strict=True))
-    ):
+    if shape is not None and not _fits(tensor.shape, shape):
         wanted = ", ".join(str(size) for size in shape)
         raise ValueError(f"{name}: got shape {list(tensor.shape)}, needs [{wanted}]")
     if dtype is not None:

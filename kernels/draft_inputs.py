@@ -16,9 +16,7 @@ Shapes are those vLLM and SGLang hold: packed rows, `query_start_loc` padded wit
 (row → request slot, −1 for padding), `seq_lens` padded with 0, block tables `[R, M]` padded with −1 or anything.
 Integer tensors are int32 or int64. The values live on the device only, so every operation can be captured.
 
-    prepare_decode_inputs(hidden, query_start_loc, seq_lens, idx_mapping, num_rejected, tokens=drafts[0],
-                          advance_positions=True, max_model_len=4096, input_ids=ids, positions=positions,
-                          out_seq_lens=draft_seq_lens, out_hidden=draft_hidden)
+    prepare_decode_inputs(hidden, query_start_loc, seq_lens, idx_mapping, num_rejected, tokens=drafts[0], input_ids=ids, …)
 """
 
 from typing import Any, Literal
@@ -40,13 +38,13 @@ from tridraft.kernels._op import FLOATS, Impl, cdiv, check_tensor, register, use
 _INTS = (torch.int32, torch.int64)
 
 
-def _request_of_row(query_start_loc: Tensor, num_rows: int) -> Tensor:
+def request_of_row(query_start_loc: Tensor, num_rows: int) -> Tensor:
     """The request that owns each row; R for the rows behind the last request."""
     rows = torch.arange(num_rows, device=query_start_loc.device)
     return torch.searchsorted(query_start_loc[1:].long(), rows, right=True)
 
 
-def _last_accepted_row(query_start_loc: Tensor, num_rejected: Tensor) -> Tensor:
+def last_accepted_row(query_start_loc: Tensor, num_rejected: Tensor) -> Tensor:
     """Each request's last accepted row; its first row where a stale count rejects them all."""
     begin, end = query_start_loc[:-1].long(), query_start_loc[1:].long()
     return torch.maximum(end - 1 - num_rejected, begin)
@@ -80,17 +78,22 @@ def prepare_prefill_inputs_reference(
     """The definition; see `prepare_prefill_inputs`. Returns (input_ids, positions, last_token_indices)."""
     num_tokens = target_input_ids.shape[0]
     live = idx_mapping >= 0
-    last = _last_accepted_row(query_start_loc, num_rejected)
+    last = last_accepted_row(query_start_loc, num_rejected)
     bonus = _bonus_token(idx_mapping, last_sampled, next_prefill_tokens, num_sampled)
 
     row = torch.arange(num_rows, device=last.device)
-    request = _request_of_row(query_start_loc, num_rows)
+    request = request_of_row(query_start_loc, num_rows)
     row_last = F.pad(torch.where(live, last, -1), (0, 1), value=-1)[request]
     shifted = F.pad(target_input_ids.long(), (0, max(num_rows - num_tokens, 0) + 1))[1 : num_rows + 1]
     ids = torch.where(row < row_last, shifted, F.pad(bonus, (0, 1))[request])
     positions = F.pad(target_positions.long(), (0, max(num_rows - num_tokens, 0)))[:num_rows]
     accepted = row <= row_last
     return ids.where(accepted, 0), positions.where(accepted, 0), last.clamp(max=num_tokens - 1).where(live, 0)
+
+
+def _grown(lengths: Tensor, slots: Tensor | None, max_model_len: int) -> Tensor:
+    """One key more, if there is a slot for it: attention reads every key that a length counts."""
+    return (lengths + 1).clamp(max=max_model_len) if slots is None else lengths + (slots >= 0)
 
 
 def prepare_decode_inputs_reference(
@@ -100,20 +103,24 @@ def prepare_decode_inputs_reference(
     idx_mapping: Tensor,
     num_rejected: Tensor,
     tokens: Tensor,
+    block_table: Tensor | None,
+    block_size: int,
     advance_positions: bool,
     position_shift: int,
     max_model_len: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """The definition; see `prepare_decode_inputs`. `tokens` already follows the bonus rule.
 
-    Returns (input_ids, positions before clamping, seq_lens, row of `hidden`).
+    Returns (input_ids, positions, seq_lens, row of `hidden`, slots if there is a block table).
     """
     live = idx_mapping >= 0
     length = (seq_lens.long() - num_rejected).clamp(min=0)
-    row = _last_accepted_row(query_start_loc, num_rejected).clamp(max=hidden.shape[0] - 1)
-    new_length = (length + advance_positions).clamp(max=max_model_len)
-    positions = (length + position_shift).clamp(min=0)
-    return tokens.long().where(live, 0), positions.where(live, 0), new_length.where(live, 0), row.where(live, 0)
+    row = last_accepted_row(query_start_loc, num_rejected).clamp(max=hidden.shape[0] - 1)
+    positions = (length + position_shift).clamp(min=0).where(live, 0)
+    slots = None if block_table is None else _slots(positions, block_table, block_size, max_model_len).where(live, -1)
+    length = _grown(length, slots, max_model_len) if advance_positions else length
+    lengths = length.clamp(max=max_model_len).where(live, 0)
+    return tokens.long().where(live, 0), positions.clamp(max=max_model_len - 1), lengths, row.where(live, 0), slots
 
 
 def update_draft_inputs_reference(
@@ -121,13 +128,20 @@ def update_draft_inputs_reference(
     idx_mapping: Tensor,
     positions: Tensor,
     seq_lens: Tensor,
+    block_table: Tensor | None,
+    block_size: int,
     advance_positions: bool,
     max_model_len: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The definition; see `update_draft_inputs`. Returns (input_ids, positions before clamping, seq_lens)."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The definition; see `update_draft_inputs`.
+
+    Returns (input_ids, positions, seq_lens, slots if there is a block table).
+    """
     live = idx_mapping >= 0
-    lengths = (seq_lens.long() + advance_positions).clamp(max=max_model_len)
-    return tokens.long().where(live, 0), (positions.long() + advance_positions).where(live, 0), lengths.where(live, 0)
+    moved = (positions.long() + advance_positions).where(live, 0)
+    slots = None if block_table is None else _slots(moved, block_table, block_size, max_model_len).where(live, -1)
+    lengths = _grown(seq_lens.long(), slots, max_model_len) if advance_positions else seq_lens.long()
+    return tokens.long().where(live, 0), moved.clamp(max=max_model_len - 1), lengths.where(live, 0), slots
 
 
 def compute_slot_mapping_reference(
@@ -144,7 +158,7 @@ def compute_slot_mapping_reference(
     if num_reqs == 0:
         return torch.full_like(positions, -1, dtype=torch.int64)
     row = torch.arange(positions.shape[0], device=positions.device)
-    request = _request_of_row(query_start_loc, positions.shape[0])
+    request = request_of_row(query_start_loc, positions.shape[0])
     end = query_start_loc[1:].long()
     if num_rejected is not None:
         end = end - num_rejected
@@ -229,16 +243,16 @@ def _prepare_decode_inputs(
         assert next_prefill_tokens is not None
         assert num_sampled is not None
         tokens = _bonus_token(idx_mapping, last_sampled, next_prefill_tokens, num_sampled)
-    ids, unclamped, lengths, row = prepare_decode_inputs_reference(
-        *target, tokens, advance_positions, position_shift, max_model_len
+    ids, places, lengths, row, slots = prepare_decode_inputs_reference(
+        *target, tokens, block_table, block_size, advance_positions, position_shift, max_model_len
     )
-    live = idx_mapping >= 0
     input_ids.copy_(ids)
-    positions.copy_(unclamped.clamp(max=max_model_len - 1))
+    positions.copy_(places)
     out_seq_lens.copy_(lengths)
-    out_hidden.copy_(torch.where(live.unsqueeze(1), hidden[row], out_hidden))
-    if block_table is not None and slot_mapping is not None:
-        slot_mapping.copy_(_slots(unclamped, block_table, block_size, max_model_len).where(live, -1))
+    if hidden.shape[0]:  # a batch of padding alone has no row to copy
+        out_hidden.copy_(torch.where((idx_mapping >= 0).unsqueeze(1), hidden[row], out_hidden))
+    if slots is not None and slot_mapping is not None:
+        slot_mapping.copy_(slots)
 
 
 @register("update_draft_inputs", mutates=("input_ids", "positions", "seq_lens", "out_hidden", "slot_mapping"))
@@ -270,17 +284,16 @@ def _update_draft_inputs(
             **launch.options(tokens),
         )
         return
-    live = idx_mapping >= 0
-    ids, unclamped, lengths = update_draft_inputs_reference(
-        tokens, idx_mapping, positions, seq_lens, advance_positions, max_model_len
+    ids, places, lengths, slots = update_draft_inputs_reference(
+        tokens, idx_mapping, positions, seq_lens, block_table, block_size, advance_positions, max_model_len
     )
     input_ids.copy_(ids)
-    positions.copy_(unclamped.clamp(max=max_model_len - 1))
+    positions.copy_(places)
     seq_lens.copy_(lengths)
     if hidden is not None and out_hidden is not None:
-        out_hidden.copy_(torch.where(live.unsqueeze(1), hidden, out_hidden))
-    if block_table is not None and slot_mapping is not None:
-        slot_mapping.copy_(_slots(unclamped, block_table, block_size, max_model_len).where(live, -1))
+        out_hidden.copy_(torch.where((idx_mapping >= 0).unsqueeze(1), hidden, out_hidden))
+    if slots is not None and slot_mapping is not None:
+        slot_mapping.copy_(slots)
 
 
 @register("compute_slot_mapping", mutates=("out",))
@@ -423,10 +436,10 @@ def prepare_decode_inputs(
 ) -> None:
     """Inputs of the first draft step with one row a request: the last accepted row of each.
 
-    With constant positions the row is the first draft step itself: position P ("bonus") or P − 1
-    ("last_computed"), keys `0 … P − 1`. A drafter that owns KV runs its step 1 here: position P, P + 1 keys, both
-    clamped to `max_model_len`; its slot is −1 where position P does not exist. Padding rows get id 0, position 0,
-    length 0 and slot −1; their hidden row is left alone.
+    With constant positions the row is the first draft step itself: position P ("bonus") or P − 1 ("last_computed"),
+    keys `0 … P − 1`. A drafter that owns KV runs its step 1 here: position P, P + 1 keys, both clamped to
+    `max_model_len`; where position P does not exist or has no block, its slot is −1 and no key is counted. Padding rows
+    get id 0, position 0, length 0 and slot −1; their hidden row is left alone.
 
     Args:
         hidden: `[T, H]` hidden states of the pass before: the target's, or draft step 0's.
@@ -495,9 +508,10 @@ def update_draft_inputs(
 ) -> None:
     """Inputs of the next draft step, in place: token and hidden state; positions, lengths and slots if they advance.
 
-    Past the end, positions and lengths stay at their limit and the slot is −1. Padding rows get id 0, position 0,
-    length 0 and slot −1; their hidden row is left alone. (With constant positions, a sampler that writes into
-    `input_ids` and a model that writes into `out_hidden` need no update at all.)
+    Past the end, positions and lengths stay at their limit and the slot is −1; where no block is reserved, the slot is
+    −1 and the length stays, so that attention reads no key that is not there. Padding rows get id 0, position 0, length 0
+    and slot −1; their hidden row is left alone. (With constant positions, a sampler that writes into `input_ids` and a
+    model that writes into `out_hidden` need no update at all.)
 
     Args:
         tokens: `[R]` tokens the step before sampled.

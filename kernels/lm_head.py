@@ -36,7 +36,13 @@ from tridraft.kernels._op import (
 )
 from tridraft.kernels._pdl import pdl_options, pdl_wait
 from tridraft.kernels.random import DRAFT, gumbel_at
-from tridraft.kernels.sampling import check_logits_out, check_sampling, sample_reference, store_reference
+from tridraft.kernels.sampling import (
+    check_logits_out,
+    check_sampling,
+    sample_reference,
+    scores_reference,
+    store_reference,
+)
 from tridraft.kernels.suppress import check_suppress_ids
 
 
@@ -323,6 +329,7 @@ def _launch_lm_head_sample(
     draft_logits_out: Tensor | None,
     draft_step: Tensor | None,
     nan_flag: Tensor | None,
+    scores_out: Tensor | None,
     out: Tensor,
 ) -> None:
     num_rows, hidden_size = hidden.shape
@@ -386,10 +393,10 @@ def _launch_lm_head_sample(
         num_stages=config.num_stages,
         **pdl_options(arch),
     )
-    finish_argmax(values, ids, idx_mapping, suppress_ids, d2t, nan_flag, out, vocab_size)
+    finish_argmax(values, ids, idx_mapping, suppress_ids, d2t, nan_flag, out, vocab_size, scores_out)
 
 
-@register("lm_head_sample", mutates=("draft_logits_out", "nan_flag", "out"))
+@register("lm_head_sample", mutates=("draft_logits_out", "nan_flag", "scores_out", "out"))
 def _lm_head_sample(
     hidden: Tensor,
     weight: Tensor,
@@ -404,6 +411,7 @@ def _lm_head_sample(
     draft_logits_out: Tensor | None,
     draft_step: Tensor | None,
     nan_flag: Tensor | None,
+    scores_out: Tensor | None,
     out: Tensor,
     triton: bool,
 ) -> None:
@@ -422,6 +430,7 @@ def _lm_head_sample(
             draft_logits_out,
             draft_step,
             nan_flag,
+            scores_out,
             out,
         )
         return
@@ -429,6 +438,13 @@ def _lm_head_sample(
         hidden, weight, idx_mapping, temperature, seeds, positions, weight_scale, softcap, suppress_ids, d2t
     )
     store_reference(tokens, all_nan, idx_mapping, nan_flag, out)
+    if scores_out is not None:
+        logits = lm_head_reference(hidden, weight, weight_scale, softcap)
+        targets = target_ids(weight.shape[0], d2t, hidden.device)
+        scores = scores_reference(logits, idx_mapping, temperature, seeds, positions, targets)
+        won = (targets == tokens[:, None]) & ~all_nan[:, None]
+        best = torch.where(won, scores, float("-inf")).amax(dim=1)
+        scores_out.copy_(torch.where(idx_mapping >= 0, best, scores_out))
     if draft_logits_out is not None and draft_step is not None:
         rows = (idx_mapping >= 0).nonzero()[:, 0]
         logits = lm_head_reference(hidden[rows], weight, weight_scale, softcap)
@@ -457,6 +473,7 @@ def lm_head_sample(
     draft_logits_out: Tensor | None = None,
     draft_step: Tensor | None = None,
     nan_flag: Tensor | None = None,
+    scores_out: Tensor | None = None,
     out: Tensor | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
@@ -478,6 +495,8 @@ def lm_head_sample(
             columns are written; with it every column is, −inf outside the draft vocabulary.
         draft_step: 0-d int64 or int32 tensor.
         nan_flag: `[N]` bool or int32; receives whether all eligible logits of the row are NaN.
+        scores_out: `[N]` float32; receives the winner's score, logit / T + noise, or −inf where none exceeds that. The
+            largest over several shards of a vocabulary is the whole vocabulary's winner.
         out: `[N]` int64 or int32, any stride.
         impl: "auto", "triton" or "eager".
 
@@ -510,6 +529,8 @@ def lm_head_sample(
     out = check_sampling(num_rows, device, idx_mapping, temperature, seeds, positions, nan_flag, out)
     suppress_ids = check_suppress_ids(suppress_ids, device)
     check_logits_out(draft_logits_out, draft_step, vocab_size, device)
+    if scores_out is not None:
+        check_tensor("scores_out", scores_out, shape=(num_rows,), dtype=torch.float32, device=device)
     triton = use_triton(impl, hidden)
     if triton and weight.dtype == torch.float8_e4m3fn:
         arch = arch_of(device)
@@ -530,6 +551,7 @@ def lm_head_sample(
             draft_logits_out,
             draft_step,
             nan_flag,
+            scores_out,
             out,
             triton,
         )

@@ -29,14 +29,14 @@ def pad_requests_reference(
     query_start_loc: Tensor,
     seq_lens: Tensor,
     idx_mapping: Tensor,
-    num_sampled: Tensor,
-    num_rejected: Tensor,
+    num_sampled: Tensor | None,
+    num_rejected: Tensor | None,
     num_rows: int,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     """The definition; see `pad_requests`. Returns the five vectors, padded."""
     added = (0, num_rows - idx_mapping.shape[0])
     starts = torch.cat((query_start_loc, query_start_loc[-1:].expand(added[1])))
-    counts = (F.pad(count, added) for count in (num_sampled, num_rejected))
+    counts = (None if count is None else F.pad(count, added) for count in (num_sampled, num_rejected))
     return starts, F.pad(seq_lens, added), F.pad(idx_mapping, added, value=-1), *counts
 
 
@@ -45,13 +45,13 @@ def _pad_requests_kernel(
     query_start_loc_ptr,  # [R + 1] int
     seq_lens_ptr,  # [R] int
     idx_mapping_ptr,  # [R] int
-    num_sampled_ptr,  # [R] int
-    num_rejected_ptr,  # [R] int
+    num_sampled_ptr,  # [R] int or None
+    num_rejected_ptr,  # [R] int or None
     out_query_start_loc_ptr,  # [B + 1] int
     out_seq_lens_ptr,  # [B] int
     out_idx_mapping_ptr,  # [B] int
-    out_num_sampled_ptr,  # [B] int
-    out_num_rejected_ptr,  # [B] int
+    out_num_sampled_ptr,  # [B] int or None
+    out_num_rejected_ptr,  # [B] int or None
     num_reqs,
     num_rows,
     BLOCK: tl.constexpr,
@@ -64,8 +64,10 @@ def _pad_requests_kernel(
     tl.store(out_query_start_loc_ptr + rows, start, mask=rows <= num_rows)
     tl.store(out_seq_lens_ptr + rows, tl.load(seq_lens_ptr + rows, mask=real, other=0), mask=mask)
     tl.store(out_idx_mapping_ptr + rows, tl.load(idx_mapping_ptr + rows, mask=real, other=-1), mask=mask)
-    tl.store(out_num_sampled_ptr + rows, tl.load(num_sampled_ptr + rows, mask=real, other=0), mask=mask)
-    tl.store(out_num_rejected_ptr + rows, tl.load(num_rejected_ptr + rows, mask=real, other=0), mask=mask)
+    if num_sampled_ptr is not None:
+        tl.store(out_num_sampled_ptr + rows, tl.load(num_sampled_ptr + rows, mask=real, other=0), mask=mask)
+    if num_rejected_ptr is not None:
+        tl.store(out_num_rejected_ptr + rows, tl.load(num_rejected_ptr + rows, mask=real, other=0), mask=mask)
 
 
 _OUTPUTS = ("out_query_start_loc", "out_seq_lens", "out_idx_mapping", "out_num_sampled", "out_num_rejected")
@@ -76,13 +78,13 @@ def _pad_requests(
     query_start_loc: Tensor,
     seq_lens: Tensor,
     idx_mapping: Tensor,
-    num_sampled: Tensor,
-    num_rejected: Tensor,
+    num_sampled: Tensor | None,
+    num_rejected: Tensor | None,
     out_query_start_loc: Tensor,
     out_seq_lens: Tensor,
     out_idx_mapping: Tensor,
-    out_num_sampled: Tensor,
-    out_num_rejected: Tensor,
+    out_num_sampled: Tensor | None,
+    out_num_rejected: Tensor | None,
     triton: bool,
 ) -> None:
     num_reqs, num_rows = idx_mapping.shape[0], out_idx_mapping.shape[0]
@@ -94,21 +96,22 @@ def _pad_requests(
         kernel(*inputs, *outputs, num_reqs, num_rows, BLOCK=_BLOCK, num_warps=4, **options)
         return
     for output, value in zip(outputs, pad_requests_reference(*inputs, num_rows), strict=True):
-        output.copy_(value)
+        if output is not None and value is not None:
+            output.copy_(value)
 
 
 def pad_requests(
     query_start_loc: Tensor,
     seq_lens: Tensor,
     idx_mapping: Tensor,
-    num_sampled: Tensor,
-    num_rejected: Tensor,
+    num_sampled: Tensor | None = None,
+    num_rejected: Tensor | None = None,
     *,
     out_query_start_loc: Tensor,
     out_seq_lens: Tensor,
     out_idx_mapping: Tensor,
-    out_num_sampled: Tensor,
-    out_num_rejected: Tensor,
+    out_num_sampled: Tensor | None = None,
+    out_num_rejected: Tensor | None = None,
     impl: Impl = "auto",
 ) -> None:
     """Copy R requests into tensors of B ≥ R rows; every row of those is written. One launch, int32 or int64 all.
@@ -117,8 +120,8 @@ def pad_requests(
         query_start_loc: `[R + 1]`.
         seq_lens: `[R]`.
         idx_mapping: `[R]` request slots.
-        num_sampled: `[R]`.
-        num_rejected: `[R]`.
+        num_sampled: `[R]`, or None as its output is.
+        num_rejected: `[R]`, or None as its output is.
         out_query_start_loc: `[B + 1]` written; padded with the last value.
         out_seq_lens: `[B]` written; padded with 0.
         out_idx_mapping: `[B]` written; padded with −1.
@@ -135,9 +138,10 @@ def pad_requests(
     """
     device, num_reqs, num_rows = idx_mapping.device, idx_mapping.shape[0], out_idx_mapping.shape[0]
 
-    def check(size: int, **tensors: Tensor) -> None:
+    def check(size: int, **tensors: Tensor | None) -> None:
         for name, tensor in tensors.items():
-            check_tensor(name, tensor, shape=(size,), dtype=_INTS, device=device)
+            if tensor is not None:
+                check_tensor(name, tensor, shape=(size,), dtype=_INTS, device=device)
 
     check(num_reqs + 1, query_start_loc=query_start_loc)
     check(num_reqs, seq_lens=seq_lens, idx_mapping=idx_mapping, num_sampled=num_sampled, num_rejected=num_rejected)
@@ -146,6 +150,12 @@ def pad_requests(
     check(num_rows, out_num_sampled=out_num_sampled, out_num_rejected=out_num_rejected)
     if num_rows < num_reqs:
         raise ValueError(f"out_idx_mapping: got {num_rows} rows, needs at least {num_reqs}")
+    for name, given, out in (
+        ("out_num_sampled", num_sampled, out_num_sampled),
+        ("out_num_rejected", num_rejected, out_num_rejected),
+    ):
+        if (given is None) != (out is None):
+            raise ValueError(f"{name}: got {'a tensor' if given is None else None}, needs what its input has")
     inputs = (query_start_loc, seq_lens, idx_mapping, num_sampled, num_rejected)
     outputs = (out_query_start_loc, out_seq_lens, out_idx_mapping, out_num_sampled, out_num_rejected)
     _pad_requests(*inputs, *outputs, use_triton(impl, idx_mapping))

@@ -51,6 +51,26 @@ from tridraft.kernels.random import (
 from tridraft.kernels.suppress import check_suppress_ids
 
 
+def scores_reference(
+    logits: Tensor,
+    idx_mapping: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    token_ids: Tensor,
+    stream: int = DRAFT,
+) -> Tensor:
+    """`[N, C]` float32, of which the largest wins. `token_ids` `[C]` holds the ids that key the columns' noise."""
+    slots = idx_mapping.long().clamp(min=0)
+    scale = temperature[slots]
+    scores = logits.float()
+    rows = (scale > 0).nonzero()[:, 0]
+    if rows.numel():
+        noise = gumbel(seeds[slots][rows, None], positions[rows, None], token_ids, stream)
+        scores = scores.index_copy(0, rows, scores[rows] * (1 / scale[rows, None]) + noise)
+    return scores
+
+
 def sample_reference(
     logits: Tensor,
     idx_mapping: Tensor,
@@ -61,21 +81,12 @@ def sample_reference(
     eligible: Tensor | None = None,
     stream: int = DRAFT,
 ) -> tuple[Tensor, Tensor]:
-    """The definition of sampling from given columns.
-
-    `logits` is `[N, C]`, `token_ids` `[C]` holds the ids that key the columns' noise, `eligible` `[C]` is False where
-    suppressed.
+    """The definition of sampling from given columns; `eligible` `[C]` is False where suppressed.
 
     Returns:
         the winning column of each row `[N]` int64, and whether all its eligible logits are NaN `[N]` bool.
     """
-    slots = idx_mapping.long().clamp(min=0)
-    scale = temperature[slots]
-    scores = logits.float()
-    rows = (scale > 0).nonzero()[:, 0]
-    if rows.numel():
-        noise = gumbel(seeds[slots][rows, None], positions[rows, None], token_ids, stream)
-        scores = scores.index_copy(0, rows, scores[rows] * (1 / scale[rows, None]) + noise)
+    scores = scores_reference(logits, idx_mapping, temperature, seeds, positions, token_ids, stream)
     return argmax_reference(scores, eligible)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tridraft.kernels.lm_head import lm_head_sample
 from tridraft.models.layers import Linear, add_optional_parts, merged_parts
 from tridraft.models.paged import KVSpec
+from tridraft.models.vocab_parallel import reduce_winners, shard_rows
 from tridraft.models.weights import LoadReport, fill, iterate_tensors, read_json, tensor_names
 
 Head = TypeVar("Head", bound="DraftHead")
@@ -63,7 +64,6 @@ class DraftHead(nn.Module):
         d2t: int64 [draft_vocab_size], target id − row; None where they are equal.
     """
 
-    takes_inputs_embeds: ClassVar[bool] = True
     ignored: ClassVar[tuple[str, ...]] = ("t2d", "rotary_emb.inv_freq")
     """Ends of the names of tensors that say nothing new."""
 
@@ -95,6 +95,7 @@ class DraftHead(nn.Module):
         for name in ("embed_weight", "lm_head_weight", "d2t", "suppress_ids"):
             self.register_buffer(name, None)
         self._embed_scale = 1.0
+        self._shards: Any = None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], names: Sequence[str], *, dtype: torch.dtype) -> Any:
@@ -152,7 +153,8 @@ class DraftHead(nn.Module):
     def load_weights(
         self, tensors: Iterable[tuple[str, Tensor]], *, device: torch.device | str | None = None
     ) -> LoadReport:
-        """Fill the head from a checkpoint's tensors. Loading again replaces everything; share the target again then.
+        """Fill the head from a checkpoint's tensors. Loading again replaces everything: share the target again then,
+        and capture again what was captured.
 
         Biases, norms of queries and keys, an embedding, an LM head and `d2t` are there if the checkpoint has them.
 
@@ -239,6 +241,9 @@ class DraftHead(nn.Module):
             ValueError: the target does not fit, or what is to be shared has another shape or dtype.
         """
         self.check_target(target)
+        ours, theirs = self._projection(), target.embed_weight
+        if (ours.dtype, ours.device) != (theirs.dtype, theirs.device):
+            raise ValueError(f"the head is {ours.dtype} on {ours.device}, the target {theirs.dtype} on {theirs.device}")
         self.embed_weight = self._share("embedding", self.embed_weight, target.embed_weight)
         self.lm_head_weight = self._share("LM head", self.lm_head_weight, target.lm_head_weight)
         # rounded to the weights' dtype, as the target does
@@ -257,6 +262,11 @@ class DraftHead(nn.Module):
         if theirs.dtype != dtype:
             raise ValueError(f"{what}: the target's is {theirs.dtype}, needs the draft's {dtype}")
         return theirs.detach()
+
+    def shard_vocabulary(self, group: Any) -> None:
+        """Keep this rank's rows of the LM head; `sample` then finds the winner of all ranks of the group."""
+        self.lm_head_weight, self.d2t = shard_rows(self._head_weight(), self.d2t, group)
+        self._shards = group
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """The embeddings [T, H] of input_ids [T] int64, scaled as the target scales its own."""
@@ -307,7 +317,8 @@ class DraftHead(nn.Module):
             draft_step: 0-d, the K index in it.
             out: [R] int64.
         """
-        return lm_head_sample(
+        scores = None if self._shards is None else head_hidden.new_empty(len(head_hidden), dtype=torch.float32)
+        tokens = lm_head_sample(
             self.head_input(head_hidden),
             self._head_weight(),
             idx_mapping,
@@ -318,5 +329,9 @@ class DraftHead(nn.Module):
             d2t=self.d2t,
             draft_logits_out=draft_logits_out,
             draft_step=draft_step,
+            scores_out=scores,
             out=out,
         )
+        if scores is not None:
+            reduce_winners(scores, tokens, self._shards)
+        return tokens

@@ -27,6 +27,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from tridraft.kernels.embedding import embed_concat
 from tridraft.kernels.kv_cache import qk_norm_rope
 from tridraft.kernels.lm_head import lm_head_sample
 from tridraft.kernels.masked_embedding import masked_embedding_logits, masked_embedding_sample
@@ -35,6 +36,7 @@ from tridraft.kernels.sampling import draft_sample
 from tridraft.kernels.suppress import make_suppress_ids, suppress_tokens_
 from tridraft.models.layers import ACTIVATIONS, Activation, GatedMLP, Linear, RMSNorm, RotaryFrequencies
 from tridraft.models.paged import AttentionBatch, KVSpec, LayerKV
+from tridraft.models.vocab_parallel import reduce_winners, shard_rows
 from tridraft.models.weights import LoadReport, fill, iterate_tensors, read_json
 
 logger = logging.getLogger(__name__)
@@ -323,6 +325,8 @@ class Gemma4MTP(nn.Module):
         self.register_buffer("suppress_ids", None, persistent=False)
         self._embedding: Tensor | None = None
         self._embedding_scale = 1.0
+        self._d2t: Tensor | None = None
+        self._shards: Any = None
 
     @classmethod
     def from_pretrained(
@@ -459,6 +463,19 @@ class Gemma4MTP(nn.Module):
         self._embedding = weight.detach()
         self._embedding_scale = torch.tensor(scale, dtype=weight.dtype, device="cpu").item()
 
+    def shard_vocabulary(self, group: Any) -> None:
+        """Keep this rank's rows of the head; `sample` then finds the winner of all ranks of the group.
+
+        Raises:
+            ValueError: a centroid head, which scores a few thousand rows and is not worth a reduction.
+        """
+        if self.masked_embedding is not None:
+            raise ValueError("tensor_parallel_group: got one, a centroid head is not shared between ranks")
+        head = self.model.embed_tokens
+        weight, self._d2t = shard_rows(head.weight, None, group)
+        head.weight = nn.Parameter(weight, requires_grad=False)
+        self._shards = group
+
     def forward(
         self,
         input_ids: Tensor,
@@ -487,8 +504,7 @@ class Gemma4MTP(nn.Module):
         """
         if self._embedding is None:
             raise RuntimeError("the draft has no embedding yet: call share_embedding with the target's")
-        embedded = nn.functional.embedding(input_ids, self._embedding) * self._embedding_scale
-        residual = self.pre_projection(torch.cat((embedded, hidden), dim=-1))
+        residual = self.pre_projection(embed_concat(input_ids, self._embedding, hidden, scale=self._embedding_scale))
         draft_hidden = self.model(residual, positions, kv, batch, window_extra)
         return draft_hidden, self.post_projection(draft_hidden, out=out_hidden)
 
@@ -534,15 +550,21 @@ class Gemma4MTP(nn.Module):
         head, centroid_head = self.model.embed_tokens, self.masked_embedding
         request = (idx_mapping, temperature, seeds, positions)
         if centroid_head is None:
-            return lm_head_sample(
+            scores = None if self._shards is None else draft_hidden.new_empty(len(draft_hidden), dtype=torch.float32)
+            tokens = lm_head_sample(
                 draft_hidden,
                 head.weight,
                 *request,
                 suppress_ids=self.suppress_ids,
+                d2t=self._d2t,
                 draft_logits_out=draft_logits_out,
                 draft_step=draft_step,
+                scores_out=scores,
                 out=out,
             )
+            if scores is not None:
+                reduce_winners(scores, tokens, self._shards)
+            return tokens
         if draft_logits_out is not None:
             logits = self.compute_logits(draft_hidden)
             return draft_sample(logits, *request, draft_logits_out=draft_logits_out, draft_step=draft_step, out=out)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tridraft.kernels.activation import gated_act
 from tridraft.kernels.kv_cache import qk_norm_rope
+from tridraft.kernels.linear import linear
 from tridraft.kernels.norm import add_rms_norm, rms_norm
 from tridraft.models.paged import AttentionBatch, KVSpec, LayerKV
 
@@ -43,11 +44,7 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """From x [T, in] to [T, out], written to `out` (any row stride) when given."""
-        if out is None:
-            return nn.functional.linear(x, self.weight, self.bias)
-        if self.bias is None:
-            return torch.mm(x, self.weight.t(), out=out)
-        return torch.addmm(self.bias, x, self.weight.t(), out=out)
+        return linear(x, self.weight, bias=self.bias, out=out)
 
 
 class MergedLinear(Linear):
@@ -109,6 +106,12 @@ class RotaryFrequencies(nn.Module):
         return self
 
 
+_ROPE_KEYS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+
+
 def rotary_frequencies(rope: Mapping[str, Any], head_dim: int) -> Tensor:
     """Inverse frequencies f32 [rotary_dim / 2] on the CPU, from a checkpoint's `rope_parameters`.
 
@@ -125,13 +128,16 @@ def rotary_frequencies(rope: Mapping[str, Any], head_dim: int) -> Tensor:
     [1.0, 0.3162277638912201, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
 
     Raises:
-        ValueError: another rope type.
+        ValueError: another rope type, or one that lacks a key.
     """
     kind = rope.get("rope_type", "default")
     fraction = rope.get("partial_rotary_factor", 1.0)
     pairs = int(fraction * head_dim) // 2
     if kind not in ("default", "linear", "llama3", "proportional"):
         raise ValueError(f"rope_type: got {kind!r}, needs 'default', 'linear', 'llama3' or 'proportional'")
+    for key in ("rope_theta", *_ROPE_KEYS.get(kind, ())):
+        if key not in rope:
+            raise ValueError(f"{key}: missing from rope_parameters, needed for rope_type {kind!r}")
     exponents = torch.arange(0, 2 * pairs, 2, dtype=torch.float32, device="cpu")
     inv_freq = 1.0 / rope["rope_theta"] ** (exponents / (head_dim if kind == "proportional" else 2 * pairs))
     if kind == "proportional":
@@ -204,9 +210,22 @@ class DecoderShape:
         kv_heads = config.get("num_key_value_heads") or heads
         if heads % kv_heads:
             raise ValueError(f"num_attention_heads: got {heads}, needs a multiple of num_key_value_heads, {kv_heads}")
-        if config.get("use_sliding_window"):
-            raise ValueError("use_sliding_window: got true, needs a head that attends to everything")
-        activation = config.get("hidden_act", "silu")
+        sliding = "sliding_attention" in (config.get("layer_types") or ())
+        for key, unsupported in (
+            ("use_sliding_window", config.get("use_sliding_window")),
+            ("layer_types", sliding and config["layer_types"]),
+            ("attn_logit_softcapping", config.get("attn_logit_softcapping")),
+        ):
+            if unsupported:
+                raise ValueError(
+                    f"{key}: got {unsupported}, needs a head that attends to everything, without a soft cap"
+                )
+        head_dim = config.get("head_dim") or hidden // heads
+        if config.get("query_pre_attn_scalar", head_dim) != head_dim:
+            raise ValueError(
+                f"query_pre_attn_scalar: got {config['query_pre_attn_scalar']}, needs head_dim, {head_dim}"
+            )
+        activation = config.get("hidden_act") or config.get("hidden_activation") or "silu"
         if activation not in ACTIVATIONS:
             raise ValueError(f"hidden_act: got {activation!r}, needs one of {sorted(ACTIVATIONS)}")
         return cls(
@@ -214,7 +233,7 @@ class DecoderShape:
             intermediate_size=intermediate,
             num_attention_heads=heads,
             num_kv_heads=kv_heads,
-            head_dim=config.get("head_dim") or hidden // heads,
+            head_dim=head_dim,
             rope=rope_parameters(config),
             activation=ACTIVATIONS[activation],
             rms_norm_eps=config.get("rms_norm_eps", 1e-6),

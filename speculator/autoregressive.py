@@ -14,7 +14,7 @@ prompt and no rejected one is ever run through it, nothing is written, and every
 
     d_s, g_s = draft(d_{s−1}, g_{s−1})  over keys 0 … P−1      s = 0 … K−1,  d_{−1} = x_P,  g_{−1} = h_{P−1}
 
-All of a call's work on the device is a function of its sizes (`Bucket`) alone: `_decode` and `_prefill` read and write
+Once a pass is staged, all work is a function of its sizes (`Bucket`) alone: `_decode` and `_prefill` read and write
 buffers of this object, and a captured graph is one of them with one size.
 """
 
@@ -27,6 +27,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from tridraft.kernels._op import check_tensor
 from tridraft.kernels.attention import paged_attention
 from tridraft.kernels.draft_inputs import (
     compute_slot_mapping,
@@ -36,7 +37,7 @@ from tridraft.kernels.draft_inputs import (
 )
 from tridraft.models.hf_target import HFTarget
 from tridraft.models.paged import AttentionBatch, LayerKV
-from tridraft.speculator.base import DraftModelSpeculator
+from tridraft.speculator.base import DraftModelSpeculator, PassBuffers
 from tridraft.speculator.batch import InputBatch, Multimodal, SamplingState, VerifyResult
 from tridraft.speculator.chain import follow
 from tridraft.speculator.cudagraph import (
@@ -73,6 +74,18 @@ class StepBuffers:
     hidden: Tensor
     slot_mapping: Tensor
     sampling_positions: Tensor
+
+    def rows(self, reqs: int) -> "StepBuffers":
+        """Views of the first `reqs` rows."""
+        return StepBuffers(
+            query_start_loc=self.query_start_loc[: reqs + 1],
+            input_ids=self.input_ids[:reqs],
+            positions=self.positions[:reqs],
+            seq_lens=self.seq_lens[:reqs],
+            hidden=self.hidden[:reqs],
+            slot_mapping=self.slot_mapping[:reqs],
+            sampling_positions=self.sampling_positions[:, :reqs],
+        )
 
 
 @dataclass(frozen=True)
@@ -181,8 +194,11 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
     def load_model(self, target: HFTarget) -> None:
         super().load_model(target)
         config, dtype = self.config, target.dtype
+        if config.tensor_parallel_group is not None:
+            self.model.shard_vocabulary(config.tensor_parallel_group)
         if self.writes_draft_kv:
             self.kv_specs, self.aux_layers = self.model.kv_specs, self.model.aux_layers
+            self.max_num_batched_tokens = config.max_num_batched_tokens
             end = self.model.max_position_embeddings
             if end is not None and config.max_model_len > end:
                 raise ValueError(f"max_model_len: got {config.max_model_len}, the draft model ends at {end} tokens")
@@ -196,6 +212,7 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
             slot_mapping=self.zeros(reqs) - 1,
             sampling_positions=self.zeros(self.num_speculative_tokens, reqs),
         )
+        self._row_views: dict[int, tuple[PassBuffers, StepBuffers]] = {}
         if self.writes_draft_kv:
             tokens = config.max_num_batched_tokens + reqs * self.repeated_rows
             self.prefill = PrefillBuffers(
@@ -216,6 +233,7 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
                 raise ValueError(f"kv: the drafter's layers are in {len(self.groups)} groups, needs one kind of layer")
             self.group = self.groups[0]
         self.init_cudagraph_manager()
+        self.bound = True
 
     def kv_layers(self, kv: KVCache) -> list[LayerKV]:
         """The cache of each draft layer: its own, behind the target's."""
@@ -229,7 +247,8 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         uncaptured = UncapturedAttention(attention) if mode is CUDAGraphMode.PIECEWISE else None
         self.attention: Callable[..., Tensor] = uncaptured or attention
         if uncaptured:
-            logger.info("draft steps run without graphs: PIECEWISE captures passes over prompts and verify rows only")
+            whole = "" if self.writes_draft_kv else ", which is all that this drafter has"
+            logger.info("PIECEWISE does not capture draft steps of one row a request%s", whole)
         steps = config.cudagraph_num_steps or (self.num_speculative_tokens,)
         decodes = mode.decode_mode() is CUDAGraphMode.FULL
         reqs, first, repeated = config.max_num_reqs, self.prefill_steps, self.repeated_rows
@@ -254,6 +273,10 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         )
 
     def capture(self) -> None:
+        self._check_bound()
+        managers = (self.mixed_graphs, self.verify_graphs, self.decode_graphs)
+        if all(manager.captured for manager in managers):
+            return
         passed, step = self.passed, self.step
         indices = [passed.query_start_loc, passed.seq_lens, passed.num_rejected]
         indices += [step.input_ids, step.positions, step.seq_lens, self.drafts]
@@ -262,7 +285,7 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         for buffer in indices:
             buffer.zero_()
         passed.idx_mapping.fill_(-1)  # warming up runs over padding and writes no key
-        managers = (self.mixed_graphs, self.verify_graphs, self.decode_graphs)
+        step.slot_mapping.fill_(-1)
         with torch.no_grad():
             capture_graphs(managers, self.target.device)
 
@@ -277,12 +300,17 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         num_speculative_tokens: int | None = None,
         multimodal: Multimodal | None = None,
     ) -> Tensor:
+        self._check_bound()
         steps = self.wanted_steps(num_speculative_tokens)
+        if batch.idx_mapping.shape[0] != batch.num_reqs:
+            raise ValueError(f"batch: got {batch.idx_mapping.shape[0]} rows in idx_mapping, num_reqs {batch.num_reqs}")
         if batch.num_reqs > self.config.max_num_reqs:
             raise ValueError(f"batch: got {batch.num_reqs} requests, max_num_reqs is {self.config.max_num_reqs}")
         self._check_tokens(batch, hidden)
         if not self.writes_draft_kv:
             multimodal = None  # its one row a request is the newest token, which is text
+        if multimodal is not None:
+            self._check_multimodal(batch, multimodal)
         batch, hidden = self.repeat_rows(batch, verify, hidden)
         wanted = Bucket(batch.num_tokens, batch.num_reqs, max(batch.max_query_len, 1), steps)
         wanted, eager = self.agree(wanted, eager=multimodal is not None)
@@ -312,28 +340,48 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         if tuple(hidden.shape) != shape:
             raise ValueError(f"hidden: got shape {list(hidden.shape)}, needs {list(shape)}")
 
+    def _check_multimodal(self, batch: InputBatch, multimodal: Multimodal) -> None:
+        width, dtype, device = self.prefill.inputs_embeds.shape[1], self.target.dtype, self.target.device
+        if width != self.model.hidden_size:
+            raise ValueError(
+                f"multimodal: the target's embeddings are {width} wide, the drafter's {self.model.hidden_size}"
+            )
+        shape = (batch.num_tokens, width)
+        check_tensor("multimodal.embeds", multimodal.embeds, shape=shape, dtype=dtype, device=device)
+        check_tensor("multimodal.mask", multimodal.mask, shape=shape[:1], dtype=torch.bool, device=device)
+
+    def _check_bound(self) -> None:
+        if not self.bound:
+            raise RuntimeError("the speculator has no cache: call load_model, then set_kv_cache")
+
+    def _rows(self, reqs: int) -> tuple[PassBuffers, StepBuffers]:
+        """The first `reqs` rows of the buffers, cut once a size: a view takes longer than a look-up."""
+        if reqs not in self._row_views:
+            self._row_views[reqs] = (self.passed.rows(reqs), self.step.rows(reqs))
+        return self._row_views[reqs]
+
     def _run_reading(self, verify: VerifyResult, hidden: Tensor, wanted: Bucket, eager: bool) -> None:
         """Every step of a drafter that owns no keys, from each request's last accepted row of `hidden`."""
         wanted = Bucket(wanted.num_reqs, wanted.num_reqs, 1, wanted.num_steps)
         graph = None if eager else self.decode_graphs.find(wanted)
         bucket = graph or wanted
-        reqs, passed, step = bucket.num_reqs, self.passed, self.step
+        passed, step = self._rows(bucket.num_reqs)
         prepare_decode_inputs(
             hidden,
-            passed.query_start_loc[: reqs + 1],
-            passed.seq_lens[:reqs],
-            passed.idx_mapping[:reqs],
-            passed.num_rejected[:reqs],
+            passed.query_start_loc,
+            passed.seq_lens,
+            passed.idx_mapping,
+            passed.num_rejected,
             last_sampled=verify.last_sampled,
             next_prefill_tokens=verify.next_prefill_tokens,
-            num_sampled=passed.num_sampled[:reqs],
+            num_sampled=passed.num_sampled,
             advance_positions=False,
             draft_position=self.config.draft_position,
             max_model_len=self.config.max_model_len,
-            input_ids=step.input_ids[:reqs],
-            positions=step.positions[:reqs],
-            out_seq_lens=step.seq_lens[:reqs],
-            out_hidden=step.hidden[:reqs],
+            input_ids=step.input_ids,
+            positions=step.positions,
+            out_seq_lens=step.seq_lens,
+            out_hidden=step.hidden,
         )
         if graph:
             self.decode_graphs.replay(graph)
@@ -440,9 +488,9 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         batch = AttentionBatch(*requests, tables, (slot_mapping,) * len(tables), bucket.max_query_len, self.attention)
         input_ids, last = prefill.input_ids[:tokens], prefill.last_token_indices[:reqs]
         hidden, keys = self.combine_hidden_states(prefill.hidden[:tokens]), self._sampling_positions(reqs)
-        drafted = self.drafts[0, :reqs]
+        drafted: Tensor | None = None
         for number in range(max(1, min(self.prefill_steps, bucket.num_steps))):
-            if number:
+            if drafted is not None:
                 input_ids = follow(input_ids, requests[0], num_rejected, drafted)
             draft_hidden, hidden = self._forward(
                 input_ids, positions, hidden, batch, number, inputs_embeds=inputs_embeds

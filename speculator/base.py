@@ -9,6 +9,7 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
+from tridraft.kernels._op import check_tensor
 from tridraft.kernels.pad_requests import pad_requests
 from tridraft.models.hf_target import HFTarget
 from tridraft.models.paged import KVSpec
@@ -26,6 +27,7 @@ class BaseSpeculator(ABC):
         draft_logits: `[max_num_reqs, K, V]`, what the drafts were sampled from, by slot; None for greedy drafts.
         kv_specs: what each layer of the drafter that owns keys and values stores, once the model is loaded. The cache
             has their layers behind the target's.
+        max_num_batched_tokens: tokens of a pass that `propose` takes at most; None: any number.
         aux_layers: target layers whose inputs, side by side, `propose` takes for `hidden`; empty: it takes the
             target's last hidden states.
     """
@@ -34,6 +36,7 @@ class BaseSpeculator(ABC):
     draft_logits: Tensor | None = None
     kv_specs: Sequence[KVSpec] = ()
     aux_layers: Sequence[int] = ()
+    max_num_batched_tokens: int | None = None
 
     @abstractmethod
     def load_model(self, target: HFTarget) -> None:
@@ -92,6 +95,17 @@ class PassBuffers:
     num_rejected: Tensor
     sampling: SamplingState
 
+    def rows(self, reqs: int) -> "PassBuffers":
+        """Views of the first `reqs` rows."""
+        return PassBuffers(
+            query_start_loc=self.query_start_loc[: reqs + 1],
+            seq_lens=self.seq_lens[:reqs],
+            idx_mapping=self.idx_mapping[:reqs],
+            num_sampled=self.num_sampled[:reqs],
+            num_rejected=self.num_rejected[:reqs],
+            sampling=self.sampling,
+        )
+
 
 class DraftModelSpeculator(BaseSpeculator):
     """A speculator with a draft model: its loading, its buffers, and what its ranks agree on.
@@ -100,8 +114,11 @@ class DraftModelSpeculator(BaseSpeculator):
     that the tokens of one step are a contiguous row, written by the sampler and read as the next step's input.
     """
 
+    kv: KVCache
+
     def __init__(self, config: SpeculatorConfig) -> None:
         self.config = config
+        self.bound = False
         self.num_speculative_tokens = config.num_speculative_tokens
 
     @abstractmethod
@@ -109,6 +126,7 @@ class DraftModelSpeculator(BaseSpeculator):
         """The draft model, checked against the target and sharing what it shares with it."""
 
     def load_model(self, target: HFTarget) -> None:
+        self.bound = False  # to a cache; graphs of buffers that are about to be replaced are not to be replayed
         self.target = target
         self.model: Any = self.load_draft_model(target)
         reqs, steps = self.config.max_num_reqs, self.num_speculative_tokens
@@ -171,5 +189,8 @@ class DraftModelSpeculator(BaseSpeculator):
             out_num_rejected=passed.num_rejected,
         )
         if self.draft_logits is not None:
+            slots = passed.sampling.temperature.shape
+            check_tensor("sampling.temperature", sampling.temperature, shape=slots, dtype=torch.float32)
+            check_tensor("sampling.seeds", sampling.seeds, shape=slots, dtype=torch.int64)
             passed.sampling.temperature.copy_(sampling.temperature)
             passed.sampling.seeds.copy_(sampling.seeds)

@@ -41,6 +41,9 @@ class SpeculatorConfig:
             length replays the next longer one.
         data_parallel_group: a `torch.distributed` group with a CPU backend whose ranks each hold this speculator and
             call `propose` together; None for one rank.
+        tensor_parallel_group: a `torch.distributed` group whose ranks each hold this speculator and call `propose` with
+            the same batch: each scores its share of the vocabulary. No rank has all the logits that "probabilistic"
+            drafts would keep. None for one rank.
     """
 
     method: Method
@@ -55,12 +58,14 @@ class SpeculatorConfig:
     cudagraph_mode: CUDAGraphMode = CUDAGraphMode.FULL
     cudagraph_num_steps: tuple[int, ...] = ()
     data_parallel_group: Any = None
+    tensor_parallel_group: Any = None
 
     def __post_init__(self) -> None:
         for name, value, allowed in (
             ("method", self.method, METHODS),
             ("draft_position", self.draft_position, ("bonus", "last_computed")),
             ("draft_sampling", self.draft_sampling, ("greedy", "probabilistic")),
+            ("cudagraph_mode", self.cudagraph_mode, tuple(CUDAGraphMode)),
         ):
             if value not in allowed:
                 raise ValueError(f"{name}: got {value!r}, needs {' or '.join(map(repr, allowed))}")
@@ -70,11 +75,15 @@ class SpeculatorConfig:
             ("max_model_len", self.max_model_len, 1),
             ("max_num_batched_tokens", self.max_num_batched_tokens, 1),
         ):
-            if value < least:
-                raise ValueError(f"{name}: got {value}, needs at least {least}")
+            if type(value) is not int or value < least:
+                raise ValueError(f"{name}: got {value!r}, needs an integer of at least {least}")
         if self.num_speculative_tokens > MAX_SPECULATIVE_TOKENS:
             raise ValueError(
                 f"num_speculative_tokens: got {self.num_speculative_tokens}, needs at most {MAX_SPECULATIVE_TOKENS}"
+            )
+        if self.tensor_parallel_group is not None and self.draft_sampling != "greedy":
+            raise ValueError(
+                f"draft_sampling: got {self.draft_sampling!r}, needs 'greedy' with a tensor_parallel_group"
             )
         for steps in self.cudagraph_num_steps:
             if not 0 <= steps <= self.num_speculative_tokens:

@@ -92,7 +92,7 @@ class CudaGraphManager:
         attention: what a capture is cut around; None captures whole.
 
     Attributes:
-        memory: bytes of device memory each captured bucket took.
+        memory: bytes by which the device's free memory shrank while each bucket was captured.
     """
 
     def __init__(
@@ -112,6 +112,11 @@ class CudaGraphManager:
         self._attention = attention
         self._graphs: dict[Bucket, torch.cuda.CUDAGraph | PiecewiseGraph] = {}
         self._found: dict[Bucket, Bucket | None] = {}
+
+    @property
+    def captured(self) -> bool:
+        """Whether every bucket has its graph."""
+        return len(self._graphs) == len(self.buckets)
 
     def capture(self, pool: Any, stream: torch.cuda.Stream) -> None:
         """Warm up and capture every bucket that has no graph yet, on `stream` both times.
@@ -219,7 +224,7 @@ class PrefillSpeculatorCudaGraphManager(CudaGraphManager):
 
 def capture_graphs(managers: Sequence[CudaGraphManager], device: torch.device) -> None:
     """Capture all of them into one memory pool, on one stream."""
-    if not any(manager.buckets for manager in managers):
+    if all(manager.captured for manager in managers):
         return
     stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
     stream.wait_stream(torch.cuda.current_stream(device))

@@ -145,6 +145,9 @@ class SpeculativeDecoder:
                 f"max_num_batched_tokens: got {max_num_batched_tokens}, {max_num_reqs} requests with {steps} drafts "
                 f"each need {max_num_reqs * (steps + 1)}"
             )
+        most = speculator.max_num_batched_tokens if speculator else None
+        if most is not None and most < max_num_batched_tokens:
+            raise ValueError(f"max_num_batched_tokens: got {max_num_batched_tokens}, the speculator takes {most}")
         self.target = target
         self.speculator = speculator
         self.max_num_batched_tokens = max_num_batched_tokens

@@ -19,10 +19,12 @@ class EagleSpeculator(AutoRegressiveSpeculator):
         kind, draft = Eagle3 if self.config.method == "eagle3" else Eagle, self.config.draft
         if isinstance(draft, (str, Path)):
             draft = kind.from_pretrained(draft, dtype=target.dtype, device=target.device, target=target)
-        elif isinstance(draft, Eagle):
+        elif type(draft) is kind:
             draft.check_target(target)
         else:
-            raise TypeError(f"draft: got {type(draft).__name__}, needs a path or an Eagle")
+            raise TypeError(
+                f"draft: got {type(draft).__name__}, method {self.config.method!r} needs a path or {kind.__name__}"
+            )
         draft.share_with_target(target)
         return draft
 

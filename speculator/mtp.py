@@ -1,5 +1,6 @@
 """MTP: the multi-token prediction modules trained with a target, in the style of DeepSeek-V3."""
 
+import logging
 from pathlib import Path
 
 from torch import Tensor
@@ -11,6 +12,8 @@ from tridraft.speculator.autoregressive import AutoRegressiveSpeculator
 from tridraft.speculator.batch import InputBatch, Multimodal, SamplingState, VerifyResult
 from tridraft.speculator.chain import PassHistory
 
+logger = logging.getLogger(__name__)
+
 
 class MTPSpeculator(AutoRegressiveSpeculator):
     """Drafts with a target's MTP modules, whose one result is read by the head and by the next step.
@@ -20,6 +23,7 @@ class MTPSpeculator(AutoRegressiveSpeculator):
     """
 
     model_returns_tuple = False
+    _warned = False
     model: MTP
 
     @property
@@ -70,8 +74,9 @@ class MTPSpeculator(AutoRegressiveSpeculator):
                 num_speculative_tokens=num_speculative_tokens,
                 multimodal=multimodal,
             )
-        if multimodal is not None:
-            raise ValueError("multimodal: got embeddings, a chain of MTP modules drafts from token ids")
+        if multimodal is not None and not self._warned:
+            logger.warning("a chain of MTP modules drafts from token ids: embeddings of images are left out")
+            self._warned = True
         # Whatever is wanted, every module's keys have to stay in step.
         drafts = super().propose(batch, verify, sampling, hidden)
         return drafts[:, : self.wanted_steps(num_speculative_tokens)]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tridraft.kernels.draft_inputs import compute_slot_mapping
+from tridraft.kernels.pad_requests import pad_requests
 from tridraft.models.hf_target import HFTarget, TargetOutput
 from tridraft.models.paged import AttentionBatch
 from tridraft.speculator.batch import InputBatch
@@ -35,22 +36,28 @@ class TargetGraphs:
         self.aux_layers = aux_layers
         reqs, device = kv.max_num_reqs, target.device
 
-        def zeros(size: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(size, dtype=dtype, device=device)
+        tokens = reqs * max_query_len
 
-        self._input_ids = zeros(reqs * max_query_len, torch.int64)
-        self._positions = zeros(reqs * max_query_len, torch.int64)
-        self._query_start_loc = zeros(reqs + 1, torch.int32)
-        self._seq_lens = zeros(reqs, torch.int32)
-        self._idx_mapping = zeros(reqs, torch.int32) - 1
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self._input_ids = zeros(tokens, dtype=torch.int64)
+        self._positions = zeros(tokens, dtype=torch.int64)
+        self._query_start_loc = zeros(reqs + 1)
+        self._seq_lens = zeros(reqs)
+        self._idx_mapping = zeros(reqs) - 1
         self._tables = tuple(torch.zeros_like(table) for table in kv.tables)
-        self._outputs: dict[Bucket, TargetOutput] = {}
+        # One set for all sizes: what a graph returns would have to stay, and no graph find its memory in the pool.
+        self._logits = zeros(tokens, target.vocab_size, dtype=target.dtype)
+        self._hidden = zeros(tokens, target.hidden_size, dtype=target.dtype)
+        self._aux_hidden = tuple(torch.zeros_like(self._hidden) for _ in aux_layers)
         self.manager = PrefillSpeculatorCudaGraphManager.of_verify(
             self._run, device, max_num_reqs=reqs, max_query_len=max_query_len, num_steps=(0,)
         )
 
     def capture(self) -> None:
         """Capture every size; a model that cannot be captured is left to run without, with one logged line."""
+        self._run(self.manager.buckets[-1])  # what fails here is no matter of capture
         try:
             capture_graphs((self.manager,), self.target.device)
         except RuntimeError as error:
@@ -61,20 +68,21 @@ class TargetGraphs:
         bucket = self.manager.find(Bucket(batch.num_tokens, batch.num_reqs, batch.max_query_len, 0))
         if bucket is None:
             return None
-        tokens, reqs = bucket.num_tokens, bucket.num_reqs
-        for buffer, values, filler in (
-            (self._input_ids[:tokens], batch.input_ids, 0),
-            (self._positions[:tokens], batch.positions, 0),
-            (self._query_start_loc[: reqs + 1], batch.query_start_loc, batch.num_tokens),
-            (self._seq_lens[:reqs], batch.seq_lens, 0),
-            (self._idx_mapping[:reqs], batch.idx_mapping, -1),
-        ):
-            buffer[: len(values)].copy_(values)
-            buffer[len(values) :].fill_(filler)
+        tokens, reqs, count = bucket.num_tokens, bucket.num_reqs, batch.num_tokens
+        for buffer, values in ((self._input_ids, batch.input_ids), (self._positions, batch.positions)):
+            buffer[:count].copy_(values)
+            buffer[count:tokens].zero_()
+        pad_requests(
+            batch.query_start_loc,
+            batch.seq_lens,
+            batch.idx_mapping,
+            out_query_start_loc=self._query_start_loc[: reqs + 1],
+            out_seq_lens=self._seq_lens[:reqs],
+            out_idx_mapping=self._idx_mapping[:reqs],
+        )
         self.manager.replay(bucket)
-        logits, hidden, aux = self._outputs[bucket]
-        count = batch.num_tokens
-        return TargetOutput(logits[:count], hidden[:count], None if aux is None else tuple(x[:count] for x in aux))
+        aux = tuple(hidden[:count] for hidden in self._aux_hidden) or None
+        return TargetOutput(self._logits[:count], self._hidden[:count], aux)
 
     def _run(self, bucket: Bucket) -> None:
         tokens, reqs = bucket.num_tokens, bucket.num_reqs
@@ -94,6 +102,10 @@ class TargetGraphs:
         )
         batch = AttentionBatch(query_start_loc, self._seq_lens[:reqs], tables, slot_mappings, bucket.max_query_len)
         rows = torch.arange(tokens, device=positions.device)
-        self._outputs[bucket] = self.target.forward(
+        output = self.target.forward(
             self._input_ids[:tokens], positions, self.kv.layers, batch, rows, aux_layers=self.aux_layers
         )
+        self._logits[:tokens].copy_(output.logits)
+        self._hidden[:tokens].copy_(output.hidden)
+        for kept, hidden in zip(self._aux_hidden, output.aux_hidden or (), strict=True):
+            kept[:tokens].copy_(hidden)

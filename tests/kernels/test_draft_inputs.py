@@ -224,6 +224,27 @@ def test_a_sequence_that_is_full_writes_no_slot(impl, device, ints):
     assert (positions.item(), lengths.item(), slots.item()) == (63, 64, -1)
 
 
+def test_a_length_counts_no_key_without_a_block(impl, device, ints):
+    """Blocks end at 8 tokens of at most 64: attention must not look for a ninth key in block −1."""
+    ids, positions, slots = garbage(1, device), garbage(1, device), garbage(1, device)
+    lengths = garbage(1, device, torch.int32)
+    step = {"advance_positions": True, "max_model_len": 64, "input_ids": ids, "positions": positions, "impl": impl}
+    slot = {"block_table": ints([[2, 5, -1, -1]]), "block_size": 4, "slot_mapping": slots}
+    hidden = torch.zeros(1, 8, device=device)
+
+    def first(length: int) -> tuple[float, float, float]:
+        counts = (ints([0, 1]), ints([length]), ints([0]), ints([0]))
+        outputs = {"out_seq_lens": lengths, "out_hidden": hidden.clone()}
+        prepare_decode_inputs(hidden, *counts, tokens=ints([1]), **outputs, **step, **slot)
+        return positions.item(), lengths.item(), slots.item()
+
+    assert first(7) == (7, 8, 23)
+    for position in (8, 9):
+        update_draft_inputs(ints([1]), None, ints([0]), seq_lens=lengths, **step, **slot)
+        assert (positions.item(), lengths.item(), slots.item()) == (position, 8, -1)
+    assert first(8) == (8, 8, -1)
+
+
 @pytest.mark.parametrize("advance", [False, True])
 def test_update_draft_inputs(advance, impl, device, ints):
     """C14: constant positions change token and hidden state only; advancing ones move, and padding stays inert."""
@@ -248,7 +269,7 @@ def test_update_draft_inputs(advance, impl, device, ints):
     )
     assert ids.tolist() == [1, 2, 0]
     assert positions.tolist() == [20 + advance, 33 + advance, 0]
-    assert lengths.tolist() == [20 + advance, 33 + advance, 0]
+    assert lengths.tolist() == [20 + advance, 33, 0]  # the second has no block for another key
     assert torch.equal(out_hidden[:2], hidden[:2])
     assert out_hidden[2].tolist() == [5.0] * 80
     assert slots.tolist() == ([3 * 16 + 5, -1, -1] if advance else [GARBAGE] * 3)
@@ -355,6 +376,26 @@ def test_empty_batches(impl, device, ints):
         impl=impl,
     )
     assert (ids.tolist(), positions.tolist()) == ([0, 0, 0], [0, 0, 0])
+    # an idle rank's graph has rows of padding only, and its target has no hidden states
+    ids, positions, lengths = garbage(2, device), garbage(2, device), garbage(2, device, torch.int32)
+    out_hidden = torch.ones(2, 8, device=device)
+    prepare_decode_inputs(
+        torch.zeros(0, 8, device=device),
+        ints([0, 0, 0]),
+        ints([0, 0]),
+        ints([-1, -1]),
+        ints([0, 0]),
+        tokens=ints([5, 5]),
+        advance_positions=False,
+        max_model_len=64,
+        input_ids=ids,
+        positions=positions,
+        out_seq_lens=lengths,
+        out_hidden=out_hidden,
+        impl=impl,
+    )
+    assert (ids.tolist(), positions.tolist(), lengths.tolist()) == ([0, 0], [0, 0], [0, 0])
+    assert out_hidden.eq(1).all()
     table = torch.empty(0, 4, dtype=torch.int32, device=device)
     assert compute_slot_mapping(ints([1, 2]), ints([0]), table, 16, max_model_len=64, impl=impl).tolist() == [-1, -1]
 

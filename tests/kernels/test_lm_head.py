@@ -276,7 +276,7 @@ def test_opcheck(hidden, device, monkeypatch):
     d2t = torch.arange(20, device=device)
     kept, flag = torch.zeros(rows, 2, 64, device=device), torch.zeros(rows, dtype=torch.bool, device=device)
     scale = torch.ones(1, device=device)
-    for optional in ((None,) * 7, (scale, 3.0, zeros[:1], d2t, kept, zeros[0], flag)):
+    for optional in ((None,) * 8, (scale, 3.0, zeros[:1], d2t, kept, zeros[0], flag, zeros.float())):
         args = (hidden.to(device), weight, zeros, zeros.float(), zeros, zeros, *optional, zeros.clone(), triton)
         torch.library.opcheck(torch.ops.tridraft.lm_head_sample.default, args)
 

@@ -41,6 +41,15 @@ def test_rows_past_the_last_request_are_padding(num_reqs, num_rows, dtype, impl,
         assert outputs[f"out_{name}"].tolist() == values + [padding] * (num_rows - num_reqs)
 
 
+def test_counts_may_be_left_out(impl, device):
+    given, outputs = vectors(2, device), buffers(3, device)
+    needed = {name: outputs[f"out_{name}"] for name in NAMES[:3]}
+    pad_requests(*(given[name] for name in needed), **{f"out_{name}": one for name, one in needed.items()}, impl=impl)
+    assert needed["idx_mapping"].tolist() == [2000, 2001, -1]
+    with pytest.raises(ValueError, match="out_num_sampled: got a tensor, needs what its input has"):
+        pad_requests(*(given[name] for name in needed), **outputs, impl=impl)
+
+
 def test_refusals_name_the_argument(device):
     with pytest.raises(ValueError, match="out_idx_mapping: got 1 rows, needs at least 2"):
         pad_requests(**vectors(2, device), **buffers(1, device))
@@ -66,7 +75,11 @@ def test_opcheck_and_full_graph(device, monkeypatch):
 @pytest.mark.parametrize("target", TARGETS)
 def test_compiles_ahead_of_time(target):
     cpu = torch.device("cpu")
-    assert_compiles(lambda: pad_requests(**vectors(3, cpu), **buffers(4, cpu)), target)
+    given, outputs = vectors(3, cpu), buffers(4, cpu)
+    assert_compiles(lambda: pad_requests(**given, **outputs), target)
+    starts, lengths, slots = (outputs[f"out_{name}"] for name in NAMES[:3])
+    few = {"out_query_start_loc": starts, "out_seq_lens": lengths, "out_idx_mapping": slots}
+    assert_compiles(lambda: pad_requests(*(given[name] for name in NAMES[:3]), **few), target)
 
 
 @pytest.mark.compiled

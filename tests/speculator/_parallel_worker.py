@@ -1,4 +1,6 @@
-"""One data-parallel rank of `test_parallel.py`: three rounds of drafting, with 0, 1 or 2 requests in each."""
+"""One rank of `test_parallel.py`: three rounds of drafting, data parallel with 0, 1 or 2 requests in each, then tensor
+parallel with the same requests in all ranks.
+"""
 
 import os
 import pickle
@@ -21,7 +23,7 @@ from tridraft.speculator.kv_cache import KVCache
 STEPS, SLOTS, LENGTH = 3, 2, 64
 
 
-def speculator_of(target: HFTarget, directory: Path, group: Any) -> Any:
+def speculator_of(target: HFTarget, directory: Path, **groups: Any) -> Any:
     """An EAGLE-3 speculator with an empty cache, in which every slot has its blocks."""
     config = SpeculatorConfig(
         "eagle3",
@@ -30,7 +32,7 @@ def speculator_of(target: HFTarget, directory: Path, group: Any) -> Any:
         max_num_reqs=SLOTS,
         max_model_len=LENGTH,
         max_num_batched_tokens=128,
-        data_parallel_group=group,
+        **groups,
     )
     speculator: Any = init_speculator(config)
     speculator.load_model(target)
@@ -92,22 +94,31 @@ def main() -> None:
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=world)
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    torch.distributed.init_process_group(backend, rank=rank, world_size=world)
     target = HFTarget(tiny_target(device=device))
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         directory = save_random_eagle3(Path(folder), target.model.config)
-        for name, group in (("together", torch.distributed.group.WORLD), ("alone", None)):
-            speculator = speculator_of(target, directory, group)
+        world_group = torch.distributed.group.WORLD
+        for name, groups in (
+            ("together", {"data_parallel_group": world_group}),
+            ("alone", {}),
+            ("shards", {"tensor_parallel_group": world_group}),
+            ("whole", {}),
+        ):
+            speculator = speculator_of(target, directory, **groups)
             forwards: list[int] = []
             replays: list[Any] = []
             graphs = speculator.verify_graphs
             speculator.run_model = logged(forwards, lambda ids, *_: ids.shape[0], speculator.run_model)
             graphs.replay = logged(replays, lambda bucket: bucket.sizes, graphs.replay)
-            rounds = (round_of(target, number, (rank + number) % 3, seed=rank) for number in range(3))
+            first, seed = (rank, rank) if name in ("together", "alone") else (1, 5)
+            rounds = (round_of(target, number, (first + number) % 3, seed) for number in range(3))
             drafts = [speculator.propose(*arguments).tolist() for arguments in rounds]
             slots = int(speculator.layers[0].k_cache.flatten(2).any(-1).sum())
             found[name] = {"drafts": drafts, "slots": slots, "forwards": forwards, "replays": replays}
+            found[name]["rows"] = len(speculator.model.lm_head_weight)
     Path(output).write_bytes(pickle.dumps(found))
     torch.distributed.destroy_process_group()
 

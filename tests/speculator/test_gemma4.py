@@ -394,12 +394,12 @@ def test_a_cache_of_other_sizes_is_refused(tiny):
         ({"method": "medusa"}, "method: got 'medusa', needs 'gemma4_mtp' or 'eagle' or 'eagle3' or 'mtp'"),
         ({"draft_position": "last"}, "draft_position: got 'last', needs 'bonus' or 'last_computed'"),
         ({"draft_sampling": "top"}, "draft_sampling: got 'top', needs 'greedy' or 'probabilistic'"),
-        ({"num_speculative_tokens": -1}, "num_speculative_tokens: got -1, needs at least 0"),
+        ({"num_speculative_tokens": -1}, "num_speculative_tokens: got -1, needs an integer of at least 0"),
         ({"num_speculative_tokens": 65}, "num_speculative_tokens: got 65, needs at most 64"),
         ({"cudagraph_num_steps": (1, 5)}, "cudagraph_num_steps: got 5, needs 0 to 4"),
-        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens: got 0, needs at least 1"),
-        ({"max_num_reqs": 0}, "max_num_reqs: got 0, needs at least 1"),
-        ({"max_model_len": 0}, "max_model_len: got 0, needs at least 1"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens: got 0, needs an integer of at least 1"),
+        ({"max_num_reqs": 0}, "max_num_reqs: got 0, needs an integer of at least 1"),
+        ({"max_model_len": 0}, "max_model_len: got 0, needs an integer of at least 1"),
     ],
 )
 def test_config_is_checked(change, message):

@@ -169,7 +169,7 @@ def test_every_rounds_drafts_are_those_of_a_full_recompute(pair, budget):
     right = torch.randint(0, STEPS + 1, (128,), generator=torch.Generator().manual_seed(2)).tolist()
     completions, directed = decode(pair, right.__getitem__, max_num_reqs=3, max_num_batched_tokens=budget)
     assert {count for one in completions for count in one.accepted} == set(range(STEPS + 1))
-    assert len(directed.rounds) >= 12 if budget == 64 else 16
+    assert len(directed.rounds) >= 12
     for sequence, drafted in directed.rounds:
         assert drafted == pair.drafts(sequence, STEPS)
 
@@ -351,6 +351,34 @@ def test_fewer_drafts_and_none(pair):
         speculator.propose(*arguments, num_speculative_tokens=4)
 
 
+def test_a_drafter_of_no_drafts_keeps_its_keys(pair):
+    """C9: K = 0 by configuration."""
+    speculator = pair.speculator(0)
+    kv, arguments = one_pass(pair, speculator, [PROMPTS[1], PROMPTS[0]])
+    assert speculator.propose(*arguments).shape == (2, 0)
+    assert any(cache.any() for cache in own_caches(kv, speculator))
+
+
+def test_attention_reads_reserved_blocks_only(pair):
+    """Requests that end at the end of a block: a draft past it has no key of its own, and looks for none."""
+    seen = []
+
+    def attention(q, k_cache, v_cache, block_table, query_start_loc, seq_lens, **options):
+        for row, length in enumerate(seq_lens.tolist()):
+            seen.extend(block_table[row, : -(-length // 4)].tolist())
+        return paged_attention(q, k_cache, v_cache, block_table, query_start_loc, seq_lens, **options)
+
+    prompts = [ids[:3] for ids in PROMPTS]
+    speculator = pair.speculator(attention=attention)
+    decoder = SpeculativeDecoder(
+        pair.target, speculator, max_num_reqs=4, max_model_len=128, block_size=4, max_num_batched_tokens=64
+    )
+    for new in (5, 6, 7, 8):
+        decoder.generate([Request(ids, new) for ids in prompts])
+    assert seen
+    assert min(seen) >= 0
+
+
 def test_embeddings_of_images(pair):
     """Made-up image embeddings in a ragged batch: each row's following token is what the target saw there."""
     speculator, sequences = pair.speculator(), [PROMPTS[1], PROMPTS[2], PROMPTS[0]]
@@ -375,6 +403,8 @@ def test_embeddings_of_images(pair):
     ).tolist()
     assert drafts == expected
     assert speculator.propose(batch, verify, sampling, torch.cat(hidden)).tolist() != expected
+    with pytest.raises(TypeError, match=r"multimodal.mask: got float32"):
+        speculator.propose(batch, verify, sampling, torch.cat(hidden), multimodal=Multimodal(embeds, mask.float()))
 
 
 def test_sampled_drafts_leave_their_logits(pair):
@@ -459,8 +489,9 @@ def test_a_chain_keeps_in_step_whatever_is_wanted(chain):
     speculator = chain.speculator()
     _, arguments = one_pass(chain, speculator, [PROMPTS[1], PROMPTS[0]])
     expected = [chain.drafts(ids, STEPS) for ids in (PROMPTS[1], PROMPTS[0])]
-    assert speculator.propose(*arguments, num_speculative_tokens=1).tolist() == [row[:1] for row in expected]
-    assert speculator.drafts[:, :2].t().tolist() == expected
+    for count in (1, 0, STEPS):
+        drafts = speculator.propose(*arguments, num_speculative_tokens=count)
+        assert drafts.tolist() == [row[:count] for row in expected]
     with pytest.raises(ValueError, match="num_speculative_tokens: got 4, needs 0 to 3"):
         speculator.propose(*arguments, num_speculative_tokens=4)
     with pytest.raises(ValueError, match="num_speculative_tokens: got 4, a chain of 3 modules drafts at most 3"):

@@ -1,4 +1,4 @@
-"""Data-parallel ranks: the same forwards everywhere, with sizes and mode agreed, whatever each rank has to do."""
+"""Ranks: data parallel, the same forwards everywhere, whatever each has to do; tensor parallel, the whole's winners."""
 
 import os
 import pickle
@@ -38,8 +38,11 @@ def run_ranks(world: int, tmp_path: Path, device: str) -> list[Any]:
     return [pickle.loads(output.read_bytes()) for output in outputs]
 
 
-def test_idle_ranks_take_part(tmp_path):
-    """C16: ranks with 0, 1 and 2 requests make the same forwards of the same size, and draft as they do alone."""
+def test_ranks_agree(tmp_path):
+    """C16: ranks with 0, 1 and 2 requests make the same forwards of the same size, and draft as they do alone.
+
+    And three ranks with a third of the draft vocabulary each draft what one with all of it does.
+    """
     ranks = run_ranks(3, tmp_path, "cpu")
     for rank, found in enumerate(ranks):
         together, alone = found["together"], found["alone"]
@@ -47,6 +50,8 @@ def test_idle_ranks_take_part(tmp_path):
         assert together["drafts"] == alone["drafts"]
         assert together["slots"] == alone["slots"]
         assert [len(drafts) for drafts in together["drafts"]] == [(rank + number) % 3 for number in range(3)]
+        assert found["shards"]["drafts"] == found["whole"]["drafts"]
+        assert (found["shards"]["rows"], found["whole"]["rows"]) == ([21, 21, 22][rank], 64)
 
 
 @pytest.mark.gpu(count=2)
@@ -54,3 +59,4 @@ def test_two_gpus_replay_the_same_graphs(tmp_path):
     for found in run_ranks(2, tmp_path, "cuda"):
         assert found["together"]["replays"] == [(4, 1, 4, 3), (8, 2, 4, 3), (8, 2, 4, 3)]
         assert found["together"]["drafts"] == found["alone"]["drafts"]
+        assert found["shards"]["drafts"] == found["whole"]["drafts"]

@@ -1,0 +1,228 @@
+"""Linear layers of a few rows, as a draft step has them.
+
+    out[n, m] = Σ_k x[n, k] · weight[m, k] + bias[m]
+
+At 1 to 32 rows a product takes the time to read its weights, and a small one less than a launch does. So a program
+owns a few rows of the weight with all their columns, whose sums its threads share: one launch, no partial sums in
+memory. The kernel before does not make the weights, so their first tile is loaded while that one ends (`_pdl.py`). Sums
+run in float32, in an order that depends on the number of rows: with it a result may move by a rounding.
+"""
+
+# Kernels are Triton, not Python: their integers are tensors and their flags constexprs, which a Python checker denies.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tridraft.kernels._op import FLOATS, Arch, Impl, arch_of, cdiv, check_tensor, next_power_of_2, register, use_triton
+from tridraft.kernels._pdl import pdl_options, pdl_wait
+
+
+def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The definition; PyTorch sums in float32 and rounds once."""
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+@triton.jit
+def _accumulate(weight, x, acc, SPLIT: tl.constexpr):
+    """Add the products of a tile; without tensor cores eight columns are one thread's, and nothing crosses threads."""
+    if SPLIT > 1:
+        acc = tl.dot(weight, x, acc)
+    else:
+        products = weight.to(tl.float32) * x.to(tl.float32)
+        acc += tl.sum(tl.reshape(products, (acc.shape[0], acc.shape[1], acc.shape[2], 8)), axis=3)
+    return acc
+
+
+@triton.jit(do_not_specialize=["num_rows", "out_features"])
+def _linear_kernel(
+    x_ptr,  # [N, K]
+    weight_ptr,  # [M, K]
+    bias_ptr,  # [M] or None
+    out_ptr,  # [N, M]
+    num_rows,
+    out_features,
+    in_features,
+    stride_xn,
+    stride_wm,
+    stride_on,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NUM_BLOCKS_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Rows past the end read the last one, which needs no mask, and are not stored.
+    weight_rows = tl.minimum(offs_m, out_features - 1).to(tl.int64) * stride_wm
+    x_rows = tl.minimum(offs_n, num_rows - 1).to(tl.int64) * stride_xn
+    if SPLIT > 1:
+        # A product a warp: its own columns of every tile.
+        WIDTH: tl.constexpr = BLOCK_K // SPLIT
+        cols = (tl.arange(0, SPLIT) * WIDTH)[:, None] + tl.arange(0, WIDTH)[None, :]
+        weight_cols, x_cols = cols[:, None, :], cols[:, :, None]
+        weight_ptrs = weight_ptr + weight_rows[None, :, None] + weight_cols
+        x_ptrs = x_ptr + x_rows[None, None, :] + x_cols
+        acc = tl.zeros((SPLIT, BLOCK_M, BLOCK_N), tl.float32)
+    else:
+        weight_cols = tl.arange(0, BLOCK_K)[None, None, :]
+        x_cols = weight_cols
+        weight_ptrs = weight_ptr + weight_rows[:, None, None] + weight_cols
+        x_ptrs = x_ptr + x_rows[None, :, None] + x_cols
+        acc = tl.zeros((BLOCK_M, BLOCK_N, BLOCK_K // 8), tl.float32)
+    first = tl.load(weight_ptrs) if EVEN_K else tl.load(weight_ptrs, mask=weight_cols < in_features, other=0.0)
+    pdl_wait(PDL)
+    # The first tile's turn comes last, and the other loads go out before anything waits for one.
+    x = tl.load(x_ptrs) if EVEN_K else tl.load(x_ptrs, mask=x_cols < in_features, other=0.0)
+    for block in tl.range(1, NUM_BLOCKS_K, num_stages=NUM_STAGES):
+        start = block * BLOCK_K
+        if EVEN_K:
+            weight, later_x = tl.load(weight_ptrs + start), tl.load(x_ptrs + start)
+        else:
+            weight = tl.load(weight_ptrs + start, mask=weight_cols < in_features - start, other=0.0)
+            later_x = tl.load(x_ptrs + start, mask=x_cols < in_features - start, other=0.0)
+        acc = _accumulate(weight, later_x, acc, SPLIT)
+    acc = _accumulate(first, x, acc, SPLIT)
+    sums = tl.sum(acc, axis=0 if SPLIT > 1 else 2)
+    if bias_ptr is not None:
+        sums += tl.load(bias_ptr + offs_m, mask=offs_m < out_features, other=0.0).to(tl.float32)[:, None]
+    out_ptrs = out_ptr + offs_n.to(tl.int64)[None, :] * stride_on + offs_m[:, None]
+    mask = (offs_m < out_features)[:, None] & (offs_n < num_rows)[None, :]
+    tl.store(out_ptrs, sums.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@dataclass(frozen=True)
+class LinearConfig:
+    """Launch settings.
+
+    Attributes:
+        block_n: rows of x in a program.
+        block_m: rows of the weight in a program.
+        block_k: columns of a tile.
+        num_warps: of a program.
+        num_stages: of the tiles after the first, how many are in flight.
+        tensor_cores: each warp multiplies its own columns on them; otherwise threads have eight columns each.
+    """
+
+    block_n: int
+    block_m: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    tensor_cores: bool
+
+    def shared_memory(self, in_features: int, itemsize: int) -> int:
+        """Bytes of the tiles in flight; of one for tensor cores, which read from there, where it is the only one."""
+        tile = self.block_k * (self.block_m + self.block_n) * itemsize
+        if in_features > self.block_k:
+            return self.num_stages * tile
+        return tile if self.tensor_cores else 0
+
+
+def uses_cublas(num_rows: int, out_features: int, in_features: int, dtype: torch.dtype) -> bool:
+    """Whether a product is left to PyTorch: many rows, or a weight it reads at the memory's rate as it is."""
+    if num_rows > 32 or (num_rows > 4 and dtype == torch.float32):
+        return True
+    return num_rows > 4 and out_features * in_features * dtype.itemsize > 2**24
+
+
+def linear_config(num_rows: int, out_features: int, in_features: int, dtype: torch.dtype, arch: Arch) -> LinearConfig:
+    """The ladder: as many rows of the weight in a program as leave every multiprocessor one."""
+    tensor_cores = num_rows > 4 and dtype != torch.float32  # which would round its factors
+    block_n = min(next_power_of_2(num_rows), 32 if tensor_cores else 4)
+    whole = next_power_of_2(in_features)
+    if tensor_cores:
+        # A tile has at least 64 columns for each warp; with 32 rows of x a taller one spills.
+        block_m = 16 if out_features <= 32 * arch.num_sms else 32
+        block_k = min(max(whole, 64), 512)
+        config = LinearConfig(block_n, block_m, block_k, max(2, block_k // 64), 3, True)
+    else:
+        # Whole rows at once as far as 64 registers a thread hold them: all of them are loaded ahead.
+        block_k = min(max(whole, 256), 16384 // dtype.itemsize)
+        num_warps = min(block_k // 256, 8)
+        block_m = 256 * 32 * num_warps // (block_k * dtype.itemsize)
+        while block_m > 1 and (4 * cdiv(out_features, block_m) < 3 * arch.num_sms or block_m * block_n > 16):
+            block_m //= 2
+        config = LinearConfig(block_n, block_m, block_k, num_warps, 3, False)
+    while config.shared_memory(in_features, dtype.itemsize) > arch.shared_memory - 2048:
+        fewer = {"block_k": config.block_k // 2, "num_warps": max(config.num_warps // 2, 2)}
+        config = replace(config, **({"num_stages": 2} if config.num_stages > 2 else fewer))
+    return config
+
+
+def _launch_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    (num_rows, in_features), out_features = x.shape, weight.shape[0]
+    arch = arch_of(x.device)
+    config = linear_config(num_rows, out_features, in_features, x.dtype, arch)
+    num_blocks_k = max(cdiv(in_features, config.block_k), 1)
+    launch: Any = _linear_kernel[(cdiv(out_features, config.block_m), cdiv(num_rows, config.block_n))]
+    launch(
+        *(x, weight, bias, out, num_rows, out_features, in_features),
+        *(x.stride(0), weight.stride(0), out.stride(0)),
+        BLOCK_N=config.block_n,
+        BLOCK_M=config.block_m,
+        BLOCK_K=config.block_k,
+        NUM_BLOCKS_K=num_blocks_k,
+        EVEN_K=in_features == num_blocks_k * config.block_k,
+        SPLIT=config.num_warps if config.tensor_cores else 1,
+        num_warps=config.num_warps,
+        NUM_STAGES=config.num_stages,
+        **pdl_options(arch),
+    )
+
+
+@register("linear", mutates=("out",))
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, triton: bool) -> None:
+    if triton:
+        _launch_linear(x, weight, bias, out)
+    elif bias is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias, x, weight.t(), out=out)
+
+
+def linear(
+    x: Tensor, weight: Tensor, *, bias: Tensor | None = None, out: Tensor | None = None, impl: Impl = "auto"
+) -> Tensor:
+    """`x @ weight.T + bias`, fastest at 1 to 32 rows.
+
+    Args:
+        x: `[N, K]` float32, bfloat16 or float16.
+        weight: `[M, K]` in `x`'s dtype. The kernel reads it before the kernel in front of it has ended: what writes it
+            must not be that kernel.
+        bias: `[M]` in `x`'s dtype, or None.
+        out: `[N, M]` in `x`'s dtype, written and returned; must not overlap `x`.
+        impl: "triton", "eager" (PyTorch: cuBLAS on a GPU), or "auto" for the faster one that the tensors can run.
+
+    Returns:
+        `[N, M]` in `x`'s dtype. A row's last bit may depend on how many others there are.
+
+    >>> linear(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0], [5.0, 6.0]]), bias=torch.tensor([0.5, 0.0]))
+    tensor([[11.5000, 17.0000]])
+    """
+    check_tensor("x", x, shape=("N", "K"), dtype=FLOATS)
+    num_rows, in_features = x.shape
+    check_tensor("weight", weight, shape=("M", in_features), dtype=x.dtype, device=x.device)
+    out_features = weight.shape[0]
+    if bias is not None:
+        check_tensor("bias", bias, shape=(out_features,), dtype=x.dtype, device=x.device)
+    if out is None:
+        out = x.new_empty(num_rows, out_features)
+    else:
+        check_tensor("out", out, shape=(num_rows, out_features), dtype=x.dtype, device=x.device)
+    triton = use_triton(impl, x)
+    if impl == "auto" and triton:
+        triton = not uses_cublas(num_rows, out_features, in_features, x.dtype)
+    if out.numel():
+        _linear(x, weight, bias, out, triton)
+    return out

@@ -16,7 +16,7 @@ Shapes are those vLLM and SGLang hold: packed rows, `query_start_loc` padded wit
 (row → request slot, −1 for padding), `seq_lens` padded with 0, block tables `[R, M]` padded with −1 or anything.
 Integer tensors are int32 or int64. The values live on the device only, so every operation can be captured.
 
-    prepare_decode_inputs(hidden, query_start_loc, seq_lens, idx_mapping, num_rejected, tokens=drafts[0], input_ids=ids, …)
+    prepare_decode_inputs(hidden, query_start_loc, seq_lens, idx_mapping, num_rejected, tokens=drafts[0], …)
 """
 
 from typing import Any, Literal
@@ -509,9 +509,9 @@ def update_draft_inputs(
     """Inputs of the next draft step, in place: token and hidden state; positions, lengths and slots if they advance.
 
     Past the end, positions and lengths stay at their limit and the slot is −1; where no block is reserved, the slot is
-    −1 and the length stays, so that attention reads no key that is not there. Padding rows get id 0, position 0, length 0
-    and slot −1; their hidden row is left alone. (With constant positions, a sampler that writes into `input_ids` and a
-    model that writes into `out_hidden` need no update at all.)
+    −1 and the length stays, so that attention reads no key that is not there. Padding rows get id 0, position 0, length
+    0 and slot −1; their hidden row is left alone. (With constant positions, a sampler that writes into `input_ids` and
+    a model that writes into `out_hidden` need no update at all.)
 
     Args:
         tokens: `[R]` tokens the step before sampled.

@@ -17,8 +17,9 @@ IMPLS = ["triton"] if INTERPRET else ["eager", "triton"] if torch.cuda.is_availa
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out what cannot run here (deselected, so nothing is reported as skipped): tests marked `gpu` with fewer GPUs
-    than they need, and those marked `compiled` in the interpreter.
+    """Leave out what cannot run here (deselected, so nothing is reported as skipped).
+
+    That is tests marked `gpu` with fewer GPUs than they need, and those marked `compiled` in the interpreter.
     """
 
     def runs(item):

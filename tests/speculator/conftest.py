@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from _head_pairs import MAKERS, Pair, make_pair
 from _tiny_gemma4 import VARIANTS, tiny_pair
 from tridraft.models.hf_target import HFTarget
 from tridraft.speculator.base import BaseSpeculator
@@ -110,3 +111,21 @@ class ScriptedSpeculator(BaseSpeculator):
 @pytest.fixture
 def script() -> type[ScriptedSpeculator]:
     return ScriptedSpeculator
+
+
+@pytest.fixture(scope="session")
+def pairs(device, tmp_path_factory) -> Callable[[str], Pair]:
+    """The tiny target with a head of the method, made once."""
+    made: dict[str, Pair] = {}
+
+    def make(method: str) -> Pair:
+        if method not in made:
+            made[method] = make_pair(method, tmp_path_factory.mktemp(method), device)
+        return made[method]
+
+    return make
+
+
+@pytest.fixture(params=MAKERS)
+def pair(request, pairs) -> Pair:
+    return pairs(request.param)

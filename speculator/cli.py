@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from tridraft.speculator.request import Chunk, Completion, Request, Statistics
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-_METHOD_OF_MODEL_TYPE = {"gemma4_assistant": "gemma4_mtp", "gemma4_unified_assistant": "gemma4_mtp"}
+METHODS = ("gemma4_mtp", "eagle", "eagle3", "mtp")
+_ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
+_MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 _MAX_NUM_REQS = 32
 
 
@@ -90,11 +92,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     generate.add_argument("--target", type=Path, required=True, metavar="DIR", help="target checkpoint")
     generate.add_argument(
-        "--draft", required=True, metavar="DIR|none", help="draft checkpoint; none decodes with the target alone"
+        "--draft",
+        required=True,
+        metavar="DIR|none",
+        help="draft checkpoint, the target's own for MTP modules inside it; none decodes with the target alone",
     )
     generate.add_argument(
         "--method",
-        choices=("auto", "gemma4_mtp"),
+        choices=("auto", *METHODS),
         default="auto",
         help="how to draft; auto reads the draft's config.json (default: auto)",
     )
@@ -118,9 +123,18 @@ def _parser() -> argparse.ArgumentParser:
         "demo",
         parents=[drafting, common],
         help="generate with the built-in pair and compare with plain decoding",
-        description="Generate with the built-in pair, with and without drafts; no download.",
+        description="Generate with a built-in pair, with and without drafts; no download.",
     )
-    demo.add_argument("--prompt", default="def read_lines(path):\n", metavar="TEXT", help="text to continue")
+    demo.add_argument(
+        "--target",
+        choices=("tiny", "smollm2"),
+        default="tiny",
+        help="tiny: a Gemma 4 pair that writes Python (default); smollm2: SmolLM2-135M-Instruct, an installed package",
+    )
+    demo.add_argument(
+        "--method", choices=("eagle3", "mtp"), help="which head drafts for --target smollm2 (default: eagle3)"
+    )
+    demo.add_argument("--prompt", metavar="TEXT", help="text to continue, or the question to smollm2")
     demo.set_defaults(run=_demo)
 
     info = commands.add_parser(
@@ -134,6 +148,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
     arguments = _parser().parse_args(argv)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # checkpoints are directories; nothing is looked up
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # transformers shows how it reads a GGUF file, told not to or not
     stdout = sys.stdout
     try:
         _on_interrupt(_leave)
@@ -206,7 +222,7 @@ def _generate(arguments: argparse.Namespace, stdout: TextIO) -> None:
     if arguments.draft != "none":
         draft = Path(arguments.draft)
         _check_checkpoint("--draft", draft)
-        method = _method(method, draft)
+        method = _method(method, draft, arguments.target)
     _prepare_transformers()
     device = _device(arguments.device)
     dtype = _dtype(arguments.dtype, arguments.target, device)
@@ -237,9 +253,13 @@ def _generate(arguments: argparse.Namespace, stdout: TextIO) -> None:
 
 
 def _demo(arguments: argparse.Namespace, stdout: TextIO) -> None:
-    pair = Path(tridraft.__file__).parent / "models" / "tiny_gemma4"
-    if not pair.is_dir():
-        raise UsageError(f"{pair} is missing: install tridraft again, or use generate with a pair of your own")
+    from tridraft.speculator import demo  # noqa: PLC0415
+
+    if arguments.method and arguments.target != "smollm2":
+        raise UsageError(f"--method: {arguments.method} is for --target smollm2")
+    with _usage_errors(FileNotFoundError):
+        asked = arguments.method or "eagle3"
+        pair = demo.smollm2_pair(asked) if arguments.target == "smollm2" else demo.tiny_pair()
     _prepare_transformers()
     device = _device(arguments.device)
 
@@ -247,21 +267,22 @@ def _demo(arguments: argparse.Namespace, stdout: TextIO) -> None:
 
     from tridraft.speculator.request import Request  # noqa: PLC0415
 
-    tokenizer = _tokenizer(pair / "target", required=True)
+    tokenizer = _tokenizer(pair.target, required=True)
     # float32, in which a pass over one token and a pass over K + 1 agree to well below what parts two tokens.
-    target = _load_target(pair / "target", torch.float32, device)
-    prompt = _encode(tokenizer, arguments.prompt)
+    target = _load_target(pair.target, torch.float32, device)
+    text = pair.prompt if arguments.prompt is None else arguments.prompt
+    prompt = _encode(tokenizer, demo.chat(tokenizer, text) if pair.chats else text)
     _check_prompts([prompt], target)
     requests = [Request(prompt, arguments.max_new_tokens)]
     plain = _decoder(target, requests)
-    drafting = _decoder(target, requests, "gemma4_mtp", pair / "assistant", arguments.num_speculative_tokens)
+    drafting = _decoder(target, requests, pair.method, pair.draft, arguments.num_speculative_tokens)
     for decoder in (plain, drafting):  # the first pass of a GPU compiles kernels, which is not what is timed
         decoder.generate([Request(prompt, arguments.num_speculative_tokens + 2)])
     expected = _complete(plain, requests)
     if arguments.output == "json":
         completions = _complete(drafting, requests)
     else:
-        print(arguments.prompt, end="", file=stdout)
+        print(text, end="\n\n" if pair.chats else "", file=stdout)
         completions = [_stream(drafting, requests, tokenizer, stdout)]
     same = completions[0].output_ids == expected[0].output_ids
     if arguments.output == "json":
@@ -343,14 +364,27 @@ def _config(directory: Path) -> dict[str, Any]:
         return read_json(directory, "config.json")
 
 
-def _method(method: str, draft: Path) -> str:
+def _method(method: str, draft: Path, target: Path) -> str:
     """The method to draft with: as asked, or as the draft's own configuration says."""
-    model_type = _config(draft).get("model_type")
-    found = _METHOD_OF_MODEL_TYPE.get(str(model_type))
-    if found is None or method not in ("auto", found):
-        known = ", ".join(_METHOD_OF_MODEL_TYPE)
-        raise UsageError(f"--draft: {draft} has model_type {model_type!r}, needs one of {known}")
-    return found
+    config = _config(draft)
+    model_type = config.get("model_type")
+    found = "mtp" if draft.resolve() == target.resolve() else _method_of(config)
+    if method == "auto" and found is None:
+        raise UsageError(f"--draft: {draft}, of model_type {model_type!r}, does not say how it drafts: give --method")
+    if "gemma4_mtp" in (method, found) and method not in ("auto", found):
+        raise UsageError(f"--method: {draft} has model_type {model_type!r}, which does not draft by {method}")
+    return str(found) if method == "auto" else method
+
+
+def _method_of(config: dict[str, Any]) -> str | None:
+    if config.get("model_type") in _ASSISTANTS:
+        return "gemma4_mtp"
+    names = " ".join(map(str, config.get("architectures") or ())).lower()
+    if "eagle" in names:
+        return "eagle3" if "eagle3" in names else "eagle"
+    if any((config.get("text_config") or config).get(key) for key in _MTP_COUNTS):
+        return "mtp"
+    return "eagle3" if config.get("draft_vocab_size") else None
 
 
 def _prepare_transformers() -> None:
@@ -390,17 +424,20 @@ def _dtype(name: str, target: Path, device: "torch.device") -> "torch.dtype":
     return getattr(torch, name)
 
 
-def _tokenizer(directory: Path, *, required: bool) -> Any:
-    """The checkpoint's tokenizer, or None where it has none and none is needed."""
+def _tokenizer(path: Path, *, required: bool) -> Any:
+    """The tokenizer of a checkpoint or a GGUF file, or None where there is none and none is needed."""
+    directory, source = path, {}
     files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-    if not any((directory / name).is_file() for name in files):
+    if path.suffix == ".gguf":
+        directory, source = path.parent, {"gguf_file": path.name}
+    elif not any((directory / name).is_file() for name in files):
         if required:
             raise UsageError(f"--prompt: {directory} has no tokenizer; give token ids with --prompt-ids")
         return None
     from transformers import AutoTokenizer  # noqa: PLC0415
 
     with _checkpoint_errors(directory):
-        return AutoTokenizer.from_pretrained(directory)
+        return AutoTokenizer.from_pretrained(directory, **source)
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
@@ -445,6 +482,7 @@ def _decoder(
     max_num_reqs = min(len(requests), _MAX_NUM_REQS)
     longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
     max_model_len = min(longest, target.max_position_embeddings)
+    max_num_batched_tokens = max(2048, max_num_reqs * (num_speculative_tokens + 1))
     speculator = None
     if draft is not None:
         config = SpeculatorConfig(
@@ -453,6 +491,7 @@ def _decoder(
             num_speculative_tokens=num_speculative_tokens,
             max_num_reqs=max_num_reqs,
             max_model_len=max_model_len,
+            max_num_batched_tokens=max_num_batched_tokens,
             draft_sampling="probabilistic" if requests[0].temperature else "greedy",
         )
         with _checkpoint_errors(draft):
@@ -463,7 +502,7 @@ def _decoder(
         speculator,
         max_num_reqs=max_num_reqs,
         max_model_len=max_model_len,
-        max_num_batched_tokens=max(2048, max_num_reqs * (num_speculative_tokens + 1)),
+        max_num_batched_tokens=max_num_batched_tokens,
     )
 
 

@@ -205,7 +205,11 @@ def test_a_long_answer_ends_at_the_targets_length(generate, tiny):
         (["--prompt-ids", "2", "--seed", str(2**63)], f"needs 0 to {2**63 - 1}"),
         (["--prompt-ids", "2", "--device", "tpu"], "--device: got tpu, needs auto, cpu, cuda or cuda:N"),
         (["--prompt-ids", "2", "--device", "cuda:99"], "--device: cuda:99 is not there"),
-        (["--prompt-ids", "2", "--method", "eagle"], "argument --method: invalid choice: 'eagle'"),
+        (["--prompt-ids", "2", "--method", "medusa"], "argument --method: invalid choice: 'medusa'"),
+        (
+            ["--prompt-ids", "2", "--method", "eagle"],
+            "has model_type 'gemma4_assistant', which does not draft by eagle",
+        ),
         (["--prompt-ids", "2", "--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
         (["--prompt-ids", "2", "--speed", "9"], "unrecognized arguments: --speed 9"),
     ],
@@ -238,7 +242,7 @@ def _write(name, content):
         (
             "draft",
             _write("config.json", '{"model_type": "llama"}'),
-            "has model_type 'llama', needs one of gemma4_assistant",
+            "of model_type 'llama', does not say how it drafts: give --method",
         ),
         ("draft", _without("model.safetensors"), "no model.safetensors"),
         ("target", _without("model.safetensors"), "model.safetensors"),

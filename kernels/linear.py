@@ -130,10 +130,10 @@ class LinearConfig:
 
 
 def uses_cublas(num_rows: int, out_features: int, in_features: int, dtype: torch.dtype) -> bool:
-    """Whether a product is left to PyTorch: many rows, or a weight it reads at the memory's rate as it is."""
+    """Whether a product is left to PyTorch: many rows, or a weight so large that its launches do not show."""
     if num_rows > 32 or (num_rows > 4 and dtype == torch.float32):
         return True
-    return num_rows > 4 and out_features * in_features * dtype.itemsize > 2**24
+    return out_features * in_features * dtype.itemsize > (2**26 if num_rows <= 4 else 2**24)
 
 
 def linear_config(num_rows: int, out_features: int, in_features: int, dtype: torch.dtype, arch: Arch) -> LinearConfig:
@@ -144,6 +144,8 @@ def linear_config(num_rows: int, out_features: int, in_features: int, dtype: tor
     if tensor_cores:
         # A tile has at least 64 columns for each warp; with 32 rows of x a taller one spills.
         block_m = 16 if out_features <= 32 * arch.num_sms else 32
+        while block_m > 4 and 2 * cdiv(out_features, block_m) < arch.num_sms:
+            block_m //= 2
         block_k = min(max(whole, 64), 512)
         config = LinearConfig(block_n, block_m, block_k, max(2, block_k // 64), 3, True)
     else:

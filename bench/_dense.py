@@ -43,9 +43,9 @@ def propose(
     """Greedy drafts `[K, R]` from the newest tokens `[R]` and the hidden states `[R, H]` before them."""
     drafts = []
     for _ in range(steps):
-        residual = model.pre_projection(torch.cat((F.embedding(tokens, embedding), hidden), dim=-1))
+        residual = F.linear(torch.cat((F.embedding(tokens, embedding), hidden), dim=-1), model.pre_projection.weight)
         draft_hidden = _decode(model, residual, positions, keys)
-        tokens, hidden = _head(model, draft_hidden), model.post_projection(draft_hidden)
+        tokens, hidden = _head(model, draft_hidden), F.linear(draft_hidden, model.post_projection.weight)
         drafts.append(tokens)
     return torch.stack(drafts)
 

@@ -106,22 +106,24 @@ def test_fp8_holds_every_value(query_len, dtype, impl, device):
     """All 254 numbers of float8_e4m3fn, subnormals and −0 included, arrive as they are, as values and as keys."""
     numbers = torch.arange(256, dtype=torch.uint8)
     numbers[(numbers & 0x7F) == 0x7F] = 0
-    cache = numbers.to(device).view(FP8).view(16, 1, 1, 16)
-    starts = query_len * torch.arange(17, dtype=torch.int32, device=device)
+    cache = numbers.to(device).view(FP8).view(4, 1, 1, 64)
+    starts = query_len * torch.arange(5, dtype=torch.int32, device=device)
     options = {"scale": 1.0, "max_query_len": query_len, "impl": impl}
-    table = torch.arange(16, dtype=torch.int32, device=device)[:, None]
-    rest = (table, starts, torch.ones(16, dtype=torch.int32, device=device))
-    zeros = torch.zeros(16 * query_len, 1, 16, device=device, dtype=dtype)
+    table = torch.arange(4, dtype=torch.int32, device=device)[:, None]
+    rest = (table, starts, torch.ones(4, dtype=torch.int32, device=device))
+    zeros = torch.zeros(4 * query_len, 1, 64, device=device, dtype=dtype)
     out = paged_attention(zeros, torch.zeros_like(cache), cache, *rest, **options)
     assert torch.equal(out[query_len - 1 :: query_len], cache[:, 0].to(dtype))
     # One-hot queries pick the numbers of a key one by one; its weight beside a key of zeros tells which they were.
     keys = torch.cat((cache, torch.zeros_like(cache)), 1)
-    values = torch.cat((torch.ones(16, 1, 1, 16), torch.zeros(16, 1, 1, 16)), 1).to(device, FP8)
-    queries = torch.eye(16, device=device, dtype=dtype).repeat(16, 1, 1)
-    rest = (table, torch.arange(17, dtype=torch.int32, device=device), 2 * rest[2])
-    out = paged_attention(queries, keys, values, *rest, scale=1 / 64, max_query_len=1, impl=impl)
-    expected = torch.sigmoid(cache[:, 0, 0].double() / 64)
-    torch.testing.assert_close(out[:, :, 3].double(), expected, atol=0, rtol=2**-7)
+    values = torch.cat((torch.ones(4, 1, 1, 64), torch.zeros(4, 1, 1, 64)), 1).to(device, FP8)
+    for column in range(64):
+        queries = torch.zeros(4, 1, 64, device=device, dtype=dtype)
+        queries[:, :, column] = 1
+        rest = (table, torch.arange(5, dtype=torch.int32, device=device), 2 * torch.ones_like(table[:, 0]))
+        out = paged_attention(queries, keys, values, *rest, scale=1 / 64, max_query_len=1, impl=impl)
+        expected = torch.sigmoid(cache[:, 0, 0, column].double() / 64)
+        torch.testing.assert_close(out[:, 0, 3].double(), expected, atol=0, rtol=2**-7)
 
 
 @pytest.mark.parametrize("layout", ["apart", "packed", "odd"])

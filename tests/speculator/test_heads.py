@@ -13,6 +13,7 @@ from _tiny_heads import mtp_checkpoint, tiny_target, write_checkpoint
 from tridraft.kernels.attention import paged_attention
 from tridraft.models.hf_target import HFTarget
 from tridraft.speculator.batch import Multimodal, SamplingState
+from tridraft.speculator.cudagraph import CUDAGraphMode
 from tridraft.speculator.decoder import SpeculativeDecoder
 from tridraft.speculator.kv_cache import KVCache
 from tridraft.speculator.request import Request
@@ -165,7 +166,7 @@ def test_attention_reads_reserved_blocks_only(pair):
         return paged_attention(q, k_cache, v_cache, block_table, query_start_loc, seq_lens, **options)
 
     prompts = [ids[:3] for ids in PROMPTS]
-    speculator = pair.speculator(attention=attention)
+    speculator = pair.speculator(attention=attention, cudagraph_mode=CUDAGraphMode.NONE)
     decoder = SpeculativeDecoder(
         pair.target, speculator, max_num_reqs=4, max_model_len=128, block_size=4, max_num_batched_tokens=64
     )
@@ -178,7 +179,7 @@ def test_attention_reads_reserved_blocks_only(pair):
 def test_embeddings_of_images(pair):
     """Made-up image embeddings in a ragged batch: each row's following token is what the target saw there."""
     speculator, sequences = pair.speculator(), [PROMPTS[1], PROMPTS[2], PROMPTS[0]]
-    _, (batch, verify, sampling, _) = one_pass(pair, speculator, sequences)
+    kv, (batch, verify, sampling, _) = one_pass(pair, speculator, sequences)
     table = pair.reference.get_input_embeddings().weight
     embeds = table[batch.input_ids].clone()
     mask = torch.zeros(batch.num_tokens, dtype=torch.bool, device=embeds.device)
@@ -198,7 +199,9 @@ def test_embeddings_of_images(pair):
         batch, verify, sampling, torch.cat(hidden), multimodal=Multimodal(embeds, mask)
     ).tolist()
     assert drafts == expected
-    assert speculator.propose(batch, verify, sampling, torch.cat(hidden)).tolist() != expected
+    keys = own_caches(kv, speculator)[0]
+    speculator.propose(batch, verify, sampling, torch.cat(hidden))
+    assert not torch.allclose(own_caches(kv, speculator)[0], keys, atol=1e-2)
     with pytest.raises(TypeError, match=r"multimodal.mask: got float32"):
         speculator.propose(batch, verify, sampling, torch.cat(hidden), multimodal=Multimodal(embeds, mask.float()))
 

@@ -138,6 +138,12 @@ def rotary_frequencies(rope: Mapping[str, Any], head_dim: int) -> Tensor:
     for key in ("rope_theta", *_ROPE_KEYS.get(kind, ())):
         if key not in rope:
             raise ValueError(f"{key}: missing from rope_parameters, needed for rope_type {kind!r}")
+        if not isinstance(rope[key], (int, float)) or not rope[key] > 0:
+            raise ValueError(f"{key}: got {rope[key]!r}, needs a positive number")
+    if not 1 <= pairs <= head_dim // 2:
+        raise ValueError(f"partial_rotary_factor: got {fraction}, turns {pairs} of {head_dim // 2} pairs")
+    if kind == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
+        raise ValueError(f"low_freq_factor: got {rope['low_freq_factor']}, needs less than high_freq_factor")
     exponents = torch.arange(0, 2 * pairs, 2, dtype=torch.float32, device="cpu")
     inv_freq = 1.0 / rope["rope_theta"] ** (exponents / (head_dim if kind == "proportional" else 2 * pairs))
     if kind == "proportional":
@@ -167,7 +173,8 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     rope = {"rope_theta": config.get("rope_theta", 10_000.0)}
     if "partial_rotary_factor" in config:
         rope["partial_rotary_factor"] = config["partial_rotary_factor"]
-    rope |= config.get("rope_parameters") or config.get("rope_scaling") or {}
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope |= given.get("full_attention", given)  # one a type of layer, of which a head has this one
     if "type" in rope:
         rope.setdefault("rope_type", rope.pop("type"))
     return rope
@@ -225,6 +232,9 @@ class DecoderShape:
             raise ValueError(
                 f"query_pre_attn_scalar: got {config['query_pre_attn_scalar']}, needs head_dim, {head_dim}"
             )
+        eps = config.get("rms_norm_eps", 1e-6)
+        if not isinstance(eps, (int, float)) or not eps >= 0:
+            raise ValueError(f"rms_norm_eps: got {eps!r}, needs a number of at least 0")
         activation = config.get("hidden_act") or config.get("hidden_activation") or "silu"
         if activation not in ACTIVATIONS:
             raise ValueError(f"hidden_act: got {activation!r}, needs one of {sorted(ACTIVATIONS)}")
@@ -236,7 +246,7 @@ class DecoderShape:
             head_dim=head_dim,
             rope=rope_parameters(config),
             activation=ACTIVATIONS[activation],
-            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+            rms_norm_eps=eps,
             **family,
         )
 

@@ -241,6 +241,13 @@ class MTP(DraftHead):
         Raises:
             ValueError: names the layer, what it is, and the tensor that shows it.
         """
+        names = list(names)
+        following = f"{self._prefix(len(self.chain))}."
+        surplus = following != f"{self._prefix(0)}." and next((one for one in names if one.startswith(following)), None)
+        if surplus:
+            raise ValueError(
+                f"num_nextn_predict_layers: got {len(self.chain)}, the checkpoint has more (has {surplus})"
+            )
         for name in filter(self.reads, names):
             for pattern, kind in _REFUSED.items():
                 matched = re.search(pattern, name)

@@ -71,7 +71,7 @@ def read_json(directory: str | Path, name: str, *, required: bool = True) -> dic
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path}: got a JSON {type(content).__name__}, needs an object")
@@ -83,7 +83,7 @@ def _weight_map(directory: Path) -> dict[str, str] | None:
     if not (directory / "model.safetensors.index.json").is_file():
         return None
     weight_map = read_json(directory, "model.safetensors.index.json").get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(x, str) for x in weight_map.values()):
         raise ValueError(f"{directory / 'model.safetensors.index.json'}: needs a 'weight_map' that names files")
     return weight_map
 
@@ -149,13 +149,15 @@ def iterate_tensors(
         raise ImportError(f"reading a checkpoint needs {error.name}: pip install 'tridraft[hf]'") from error
 
     directory = Path(directory)
-    files = _safetensors_files(directory, keep)
+    files, weight_map = _safetensors_files(directory, keep), _weight_map(directory)
     show = sys.stderr.isatty()
     with tqdm(total=len(files), desc=f"loading {directory.name}", unit="file", disable=not show) as bar:
         for path in files:
             try:
                 with _safe_open(path) as file:
                     names = [name for name in file.keys() if keep is None or keep(name)]  # noqa: SIM118 — no iterator
+                    if weight_map is not None:  # a file may hold another one's tensor, left over from a conversion
+                        names = [name for name in names if weight_map.get(name, path.name) == path.name]
                     for index, name in enumerate(names):
                         yield name, file.get_tensor(name)
                         bar.update(1 / len(names))

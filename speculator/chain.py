@@ -37,8 +37,10 @@ def follow(input_ids: Tensor, query_start_loc: Tensor, num_rejected: Tensor, dra
 class PassHistory:
     """The last accepted rows of each slot: ids and the target's hidden states.
 
-    They are repeated only in front of the rows that continue them. A pass that is drafted from again, or a slot taken
-    over by another request, finds nothing here, and the keys of tokens before the pass stay as they are.
+    They are repeated only in front of the rows that continue them, those whose first position is where the slot's last
+    ones ended. A pass that is drafted from again, or a request that begins in a slot, finds nothing here, and the keys
+    of tokens before the pass stay as they are. (A request that takes a slot over at the very position where another
+    ended, behind a cached prefix, is not told from it: `num_rows` of its keys are then wrong, which costs acceptance.)
 
     Args:
         like: `[slots, H]`, of the hidden states' dtype and device.
@@ -81,11 +83,17 @@ class PassHistory:
         return extended, torch.where(repeated[:, None], self._hidden[slot, place], hidden[source])
 
     def keep(self, batch: InputBatch, hidden: Tensor, num_rejected: Tensor) -> None:
-        """Remember the last accepted rows of a pass that `repeat` gave."""
+        """Remember the last accepted rows of a pass that `repeat` gave.
+
+        A pass too short to fill them, which continued nothing, leaves what is known of the same tokens, or nothing.
+        """
+        starts = batch.query_start_loc[:-1]
         last = last_accepted_row(batch.query_start_loc, num_rejected)
         rows = last[:, None] - torch.arange(self.num_rows - 1, -1, -1, device=last.device)
-        rows = torch.maximum(rows, batch.query_start_loc[:-1, None])  # a stale count stays in its request
-        slots = self._slots(batch)
-        self._ids[slots] = batch.input_ids[rows]
-        self._hidden[slots] = hidden[rows]
-        self._end[slots] = batch.seq_lens.long() - num_rejected
+        rows = torch.maximum(rows, starts[:, None])  # a stale count stays in its request
+        slots, end = self._slots(batch), batch.seq_lens.long() - num_rejected
+        begins = batch.seq_lens - batch.query_start_loc.diff() + self.num_rows == 0
+        whole = begins | (batch.positions[rows] >= 0).all(dim=1)
+        self._ids[slots] = torch.where(whole[:, None], batch.input_ids[rows], self._ids[slots])
+        self._hidden[slots] = torch.where(whole[:, None, None], hidden[rows], self._hidden[slots])
+        self._end[slots] = torch.where(whole | (self._end[slots] == end), end, -1)

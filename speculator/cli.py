@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 import tridraft
+from tridraft.speculator.request import MAX_TEMPERATURE, MIN_TEMPERATURE
 
 if TYPE_CHECKING:
     import torch
@@ -54,8 +55,8 @@ def _integer(least: int, most: int = 2**63 - 1) -> Any:
 
 def _temperature(text: str) -> float:
     value = float(text)
-    if not 0 <= value <= 1e30:
-        raise argparse.ArgumentTypeError(f"got {text}, needs 0 (greedy) to 1e30")
+    if value != 0 and not MIN_TEMPERATURE <= value <= MAX_TEMPERATURE:
+        raise argparse.ArgumentTypeError(f"got {text}, needs 0 (greedy) or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}")
     return value
 
 
@@ -163,11 +164,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("tridraft: interrupted", file=sys.stderr)
         return 130
-    except RuntimeError as error:
-        if type(error).__name__ != "OutOfMemoryError":  # PyTorch's, which may not have been imported
+    except (RuntimeError, MemoryError) as error:
+        # PyTorch's own class, which may not have been imported; its CPU allocator has none.
+        on_gpu = type(error).__name__ == "OutOfMemoryError"
+        if not (on_gpu or isinstance(error, MemoryError) or "can't allocate memory" in str(error)):
             raise
         hint = "give fewer prompts, fewer --max-new-tokens or a smaller --dtype"
-        print(f"tridraft {arguments.command}: error: out of GPU memory: {hint}", file=sys.stderr)
+        print(f"tridraft {arguments.command}: error: out of {'GPU ' * on_gpu}memory: {hint}", file=sys.stderr)
         return 1
     except BrokenPipeError:
         # The reader has gone; keep the interpreter from flushing into the closed pipe at exit.
@@ -379,10 +382,11 @@ def _method(method: str, draft: Path, target: Path) -> str:
 def _method_of(config: dict[str, Any]) -> str | None:
     if config.get("model_type") in _ASSISTANTS:
         return "gemma4_mtp"
-    names = " ".join(map(str, config.get("architectures") or ())).lower()
+    names = str(config.get("architectures")).lower()
     if "eagle" in names:
         return "eagle3" if "eagle3" in names else "eagle"
-    if any((config.get("text_config") or config).get(key) for key in _MTP_COUNTS):
+    text = config.get("text_config")
+    if any((text if isinstance(text, dict) else config).get(key) for key in _MTP_COUNTS):
         return "mtp"
     return "eagle3" if config.get("draft_vocab_size") else None
 
@@ -403,7 +407,7 @@ def _device(name: str) -> "torch.device":
     available = torch.cuda.is_available()
     if name == "auto":
         return torch.device("cuda" if available else "cpu")
-    if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", name):
+    if not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?", name):
         raise UsageError(f"--device: got {name}, needs auto, cpu, cuda or cuda:N")
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():

@@ -23,7 +23,15 @@ from tridraft.models.paged import AttentionBatch
 from tridraft.speculator.base import BaseSpeculator
 from tridraft.speculator.batch import InputBatch, SamplingState, VerifyResult
 from tridraft.speculator.kv_cache import KVCache
-from tridraft.speculator.request import Chunk, Completion, FinishReason, Request, Statistics
+from tridraft.speculator.request import (
+    MAX_TEMPERATURE,
+    MIN_TEMPERATURE,
+    Chunk,
+    Completion,
+    FinishReason,
+    Request,
+    Statistics,
+)
 from tridraft.speculator.target_graphs import TargetGraphs
 
 
@@ -148,6 +156,8 @@ class SpeculativeDecoder:
         most = speculator.max_num_batched_tokens if speculator else None
         if most is not None and most < max_num_batched_tokens:
             raise ValueError(f"max_num_batched_tokens: got {max_num_batched_tokens}, the speculator takes {most}")
+        if block_size < 1:
+            raise ValueError(f"block_size: got {block_size}, needs at least 1")
         self.target = target
         self.speculator = speculator
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -181,6 +191,7 @@ class SpeculativeDecoder:
         self._drafts = torch.zeros(max_num_reqs, steps, dtype=torch.int64, device=device)
         self._next_prefill_tokens = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
         self._free_slots = list(range(max_num_reqs - 1, -1, -1))
+        self._streaming = False
 
     def generate(
         self, requests: Sequence[Request], on_chunk: Callable[[Chunk], None] | None = None
@@ -222,6 +233,9 @@ class SpeculativeDecoder:
         length = len(request.prompt_ids)
         if not length:
             raise ValueError(f"{where}.prompt_ids: is empty, needs at least one token")
+        for name, ids in (("prompt_ids", request.prompt_ids), ("stop_token_ids", request.stop_token_ids)):
+            if ids is not None and not all(hasattr(token, "__index__") for token in ids):
+                raise TypeError(f"{where}.{name}: needs integers")
         for token in (min(request.prompt_ids), max(request.prompt_ids)):
             if not 0 <= token < self.target.vocab_size:
                 raise ValueError(
@@ -231,10 +245,14 @@ class SpeculativeDecoder:
             raise ValueError(
                 f"{where}.prompt_ids: has {length} tokens, max_model_len {self.kv.max_model_len} leaves no new one"
             )
-        if request.max_new_tokens < 1:
-            raise ValueError(f"{where}.max_new_tokens: got {request.max_new_tokens}, needs at least 1")
-        if not 0 <= request.temperature < float("inf"):
-            raise ValueError(f"{where}.temperature: got {request.temperature}, needs 0 or more")
+        for name, value, least in (("max_new_tokens", request.max_new_tokens, 1), ("seed", request.seed, -(2**63))):
+            if not isinstance(value, int) or not least <= value < 2**63:
+                raise ValueError(f"{where}.{name}: got {value!r}, needs an integer of {least} to {2**63 - 1}")
+        if request.temperature != 0 and not MIN_TEMPERATURE <= request.temperature <= MAX_TEMPERATURE:
+            raise ValueError(
+                f"{where}.temperature: got {request.temperature}, needs 0 (greedy) or {MIN_TEMPERATURE:g} to "
+                f"{MAX_TEMPERATURE:g}"
+            )
         blocks = self.kv.blocks_for(self._limit(request))
         if blocks > self.kv.num_blocks:
             raise ValueError(f"{where}: may need {blocks} blocks, num_blocks is {self.kv.num_blocks}: raise it")
@@ -243,8 +261,9 @@ class SpeculativeDecoder:
         return min(len(request.prompt_ids) + request.max_new_tokens, self.kv.max_model_len)
 
     def _run(self, waiting: deque[tuple[int, Request]]) -> Iterator[Chunk]:
-        if len(self._free_slots) < self.kv.max_num_reqs:
+        if self._streaming:
             raise RuntimeError("another stream of this decoder is still open: finish it or close it")
+        self._streaming = True
         self.stats = stats = Statistics(drafted=[0] * self._steps, accepted=[0] * self._steps)
         running: list[_Running] = []
         started = time.perf_counter()
@@ -265,6 +284,7 @@ class SpeculativeDecoder:
         finally:
             for one in running:
                 self._release(one)
+            self._streaming = False
 
     def _admit(self, waiting: deque[tuple[int, Request]], running: list[_Running]) -> None:
         """Move requests into free slots, in order, as long as their blocks are free."""

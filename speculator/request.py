@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length"]
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-30, 1e30
+"""Beyond them 1 / temperature, or the temperature, has no place in float32."""
 
 
 @dataclass(frozen=True)
@@ -14,7 +16,7 @@ class Request:
     Attributes:
         prompt_ids: at least one token.
         max_new_tokens: where it ends at the latest.
-        temperature: 0 is greedy.
+        temperature: 0 is greedy; otherwise `MIN_TEMPERATURE` to `MAX_TEMPERATURE`.
         seed: of its random draws. What is sampled depends on it and the prompt, not on the requests beside it.
         stop_token_ids: tokens that end it, themselves emitted; None takes the target's own.
     """

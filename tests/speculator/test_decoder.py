@@ -340,9 +340,12 @@ def next_token_probabilities(pair, sequences, temperature):
         ({"prompt_ids": [5, 128]}, r"requests\[1\].prompt_ids: got 128, the target's ids are 0 to 127"),
         ({"prompt_ids": [-1, 5]}, r"requests\[1\].prompt_ids: got -1, the target's ids are 0 to 127"),
         ({"prompt_ids": [5] * 32}, r"requests\[1\].prompt_ids: has 32 tokens, max_model_len 32 leaves no new one"),
-        ({"max_new_tokens": 0}, r"requests\[1\].max_new_tokens: got 0, needs at least 1"),
-        ({"temperature": -1.0}, r"requests\[1\].temperature: got -1.0, needs 0 or more"),
-        ({"temperature": float("nan")}, r"requests\[1\].temperature: got nan, needs 0 or more"),
+        ({"max_new_tokens": 0}, r"requests\[1\].max_new_tokens: got 0, needs an integer of 1 to"),
+        ({"temperature": -1.0}, r"requests\[1\].temperature: got -1.0, needs 0 .greedy. or 1e-30 to"),
+        ({"temperature": 1e-40}, r"requests\[1\].temperature: got 1e-40, needs 0 .greedy. or 1e-30 to"),
+        ({"max_new_tokens": 2.5}, r"requests\[1\].max_new_tokens: got 2.5, needs an integer"),
+        ({"seed": 2**63}, r"requests\[1\].seed: got 9223372036854775808, needs an integer"),
+        ({"temperature": float("nan")}, r"requests\[1\].temperature: got nan, needs 0 .greedy. or 1e-30 to"),
         ({"max_new_tokens": 30}, r"requests\[1\]: may need 8 blocks, num_blocks is 5: raise it"),
     ],
 )
@@ -353,6 +356,17 @@ def test_requests_are_checked_before_anything_runs(tiny, change, message):
         decoder.stream([request, replace(request, **change)])
     assert decoder.stats.target_passes == 0
     assert decoder.kv.num_free_blocks == 5
+
+
+def test_a_stream_that_waits_is_open(tiny):
+    """Between two requests nothing runs, and another stream would run in the first one's place."""
+    decoder = tiny("plain").decoder(None, max_num_reqs=1)
+    stream = decoder.stream([Request(PROMPTS[0], 1), Request(PROMPTS[1], 1)])
+    next(stream)
+    with pytest.raises(RuntimeError, match="another stream of this decoder is still open"):
+        decoder.generate([Request(PROMPTS[2], 1)])
+    assert len(list(stream)) == 1
+    assert len(decoder.generate([Request(PROMPTS[2], 1)])) == 1
 
 
 def test_sizes_are_checked(tiny):

@@ -265,9 +265,7 @@ def test_what_cannot_be_shared_is_refused(device):
         head.compute_logits(torch.zeros(1, 96, device=device))
     half = fake_target(head)
     half = FakeTarget(half.embed_weight.half(), half.lm_head_weight.half())
-    with pytest.raises(
-        ValueError, match=r"the head is torch.float32 on .*, the target torch.float16 on"
-    ):
+    with pytest.raises(ValueError, match=r"the head is torch.float32 on .*, the target torch.float16 on"):
         head.share_with_target(half)
     config = eagle3_checkpoint(target_config(), hidden_size=64, target_hidden_size=96)
     narrow = build(config, device)

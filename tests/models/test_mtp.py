@@ -341,10 +341,11 @@ def test_zero_centred_norms_keep_their_digits(device):
     assert head.state_dict()["chain.0.eh_proj.weight"].dtype == torch.bfloat16
 
 
-def test_modules_beyond_those_counted_are_refused():
+def test_modules_beyond_those_counted_are_refused(tmp_path):
     config, tensors = checkpoint("llama", num_modules=3)
-    with pytest.raises(ValueError, match=r"num_nextn_predict_layers: got 2, the checkpoint also has model\.layers\.8\."):
-        build({**config, "num_nextn_predict_layers": 2}, tensors)
+    write_checkpoint(tmp_path, {**config, "num_nextn_predict_layers": 2}, tensors)
+    with pytest.raises(ValueError, match=r"num_nextn_predict_layers: got 2, the checkpoint also has model\.layers\.8"):
+        MTP.from_pretrained(tmp_path, dtype=torch.float32, device="cpu")
 
 
 def test_nested_text_configurations():

@@ -236,7 +236,7 @@ class MTP(DraftHead):
         }
 
     def check_names(self, names: Iterable[str]) -> None:
-        """Refuse decoder layers that are not dense.
+        """Refuse decoder layers that are not dense, and modules that the configuration does not count.
 
         Raises:
             ValueError: names the layer, what it is, and the tensor that shows it.

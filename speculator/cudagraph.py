@@ -8,7 +8,8 @@ bucket that is at least as large in every size.
 import gc
 import logging
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from enum import Enum
 from pathlib import Path
@@ -222,14 +223,28 @@ class PrefillSpeculatorCudaGraphManager(CudaGraphManager):
         return cls("draft prefill", run, buckets, device, attention)
 
 
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Keep Python from freeing an older graph in the middle of a capture, which that would end."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def capture_graphs(managers: Sequence[CudaGraphManager], device: torch.device) -> None:
     """Capture all of them into one memory pool, on one stream."""
     if all(manager.captured for manager in managers):
         return
     stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
     stream.wait_stream(torch.cuda.current_stream(device))
-    for manager in managers:
-        manager.capture(pool, stream)
+    with no_collection():
+        for manager in managers:
+            manager.capture(pool, stream)
     torch.cuda.current_stream(device).wait_stream(stream)
 
 

@@ -19,6 +19,7 @@ from tridraft.speculator.cudagraph import (
     DecodeSpeculatorCudaGraphManager,
     PrefillSpeculatorCudaGraphManager,
     capture_graphs,
+    no_collection,
     request_counts,
     token_counts,
 )
@@ -370,7 +371,7 @@ def test_the_head_is_captured_at_its_first_call(variant, device):
     drafts = torch.zeros(4, dtype=torch.int64, device=device)
     torch.mm(hidden, hidden.t())  # cuBLAS makes its handle at a process's first product, which cannot be recorded
     graph = torch.cuda.CUDAGraph()
-    with no_sync(), torch.cuda.graph(graph):
+    with no_collection(), no_sync(), torch.cuda.graph(graph):
         model.sample(hidden, slots, temperature, seeds, seeds, out=drafts)
     hidden.copy_(other)
     graph.replay()

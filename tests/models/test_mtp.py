@@ -344,7 +344,7 @@ def test_zero_centred_norms_keep_their_digits(device):
 def test_modules_beyond_those_counted_are_refused(tmp_path):
     config, tensors = checkpoint("llama", num_modules=3)
     write_checkpoint(tmp_path, {**config, "num_nextn_predict_layers": 2}, tensors)
-    with pytest.raises(ValueError, match=r"num_nextn_predict_layers: got 2, the checkpoint has more \(has model\.layers\.8"):
+    with pytest.raises(ValueError, match=r"got 2, the checkpoint has more \(has model\.layers\.8"):
         MTP.from_pretrained(tmp_path, dtype=torch.float32, device="cpu")
 
 

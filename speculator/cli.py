@@ -14,10 +14,10 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import tridraft
-from tridraft.speculator.request import MAX_TEMPERATURE, MIN_TEMPERATURE
+from tridraft.speculator.arguments import DTYPES, parser
 
 if TYPE_CHECKING:
     import torch
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from tridraft.speculator.decoder import SpeculativeDecoder
     from tridraft.speculator.request import Chunk, Completion, Request, Statistics
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-METHODS = ("gemma4_mtp", "eagle", "eagle3", "mtp")
 _ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
 _MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 _MAX_NUM_REQS = 32
@@ -37,117 +35,9 @@ class UsageError(Exception):
     """What the user has to change, in one line."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
-
-
-def _integer(least: int, most: int = 2**63 - 1) -> Any:
-    def parse(text: str) -> int:
-        value = int(text)
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"got {value}, needs {least} to {most}")
-        return value
-
-    parse.__name__ = "integer"
-    return parse
-
-
-def _temperature(text: str) -> float:
-    value = float(text)
-    if value != 0 and not MIN_TEMPERATURE <= value <= MAX_TEMPERATURE:
-        raise argparse.ArgumentTypeError(f"got {text}, needs 0 (greedy) or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}")
-    return value
-
-
-def _ids(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"got {text!r}, needs token ids like 2,17,9") from None
-
-
-def _parser() -> argparse.ArgumentParser:
-    common = _Parser(add_help=False)
-    common.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 …; auto takes the GPU where there is one")
-    common.add_argument("--output", choices=("text", "json"), default="text", help="form of the result (default: text)")
-    drafting = _Parser(add_help=False)
-    drafting.add_argument("--max-new-tokens", type=_integer(1), default=128, metavar="N", help="default: 128")
-    drafting.add_argument(
-        "--num-speculative-tokens",
-        type=_integer(1, 64),
-        default=4,
-        metavar="K",
-        help="drafts a pass (default: 4)",
-    )
-
-    parser = _Parser(prog="tridraft", description=tridraft.__doc__)
-    parser.add_argument("--version", action="version", version=f"tridraft {tridraft.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
-    generate = commands.add_parser(
-        "generate",
-        parents=[drafting, common],
-        help="continue prompts with a checkpoint pair",
-        description="Continue prompts with the target's own text; the draft model makes it faster.",
-    )
-    generate.add_argument("--target", type=Path, required=True, metavar="DIR", help="target checkpoint")
-    generate.add_argument(
-        "--draft",
-        required=True,
-        metavar="DIR|none",
-        help="draft checkpoint, the target's own for MTP modules inside it; none decodes with the target alone",
-    )
-    generate.add_argument(
-        "--method",
-        choices=("auto", *METHODS),
-        default="auto",
-        help="how to draft; auto reads the draft's config.json (default: auto)",
-    )
-    prompt = generate.add_argument_group("prompts", "one kind, each repeatable; several are decoded together")
-    prompt.add_argument("--prompt", action="append", metavar="TEXT", help="as it is, without a chat template")
-    prompt.add_argument("--prompt-ids", action="append", type=_ids, metavar="2,17,9", help="needs no tokenizer")
-    generate.add_argument("--temperature", type=_temperature, default=0.0, metavar="T", help="0 is greedy (default)")
-    generate.add_argument(
-        "--seed",
-        type=_integer(0),
-        default=0,
-        metavar="N",
-        help="of the random draws, the same for each prompt (default: 0)",
-    )
-    generate.add_argument(
-        "--dtype", choices=DTYPES, default="auto", help="auto: the checkpoint's on a GPU, float32 on a CPU"
-    )
-    generate.set_defaults(run=_generate)
-
-    demo = commands.add_parser(
-        "demo",
-        parents=[drafting, common],
-        help="generate with the built-in pair and compare with plain decoding",
-        description="Generate with a built-in pair, with and without drafts; no download.",
-    )
-    demo.add_argument(
-        "--target",
-        choices=("tiny", "smollm2"),
-        default="tiny",
-        help="tiny: a Gemma 4 pair that writes Python (default); smollm2: SmolLM2-135M-Instruct, an installed package",
-    )
-    demo.add_argument(
-        "--method", choices=("eagle3", "mtp"), help="which head drafts for --target smollm2 (default: eagle3)"
-    )
-    demo.add_argument("--prompt", metavar="TEXT", help="text to continue, or the question to smollm2")
-    demo.set_defaults(run=_demo)
-
-    info = commands.add_parser(
-        "info", parents=[common], help="what this machine runs", description="What this machine runs."
-    )
-    info.set_defaults(run=_info)
-    return parser
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    arguments = _parser().parse_args(argv)
+    arguments = parser().parse_args(argv)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # checkpoints are directories; nothing is looked up
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # transformers shows how it reads a GGUF file, told not to or not
@@ -156,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _on_interrupt(_leave)
         # Libraries print where they like; standard output holds the result alone.
         with contextlib.redirect_stdout(sys.stderr):
-            arguments.run(arguments, stdout)
+            _COMMANDS[arguments.command](arguments, stdout)
         stdout.flush()
     except UsageError as error:
         print(f"tridraft {arguments.command}: error: {error}", file=sys.stderr)
@@ -237,7 +127,14 @@ def _generate(arguments: argparse.Namespace, stdout: TextIO) -> None:
     target = _load_target(arguments.target, dtype, device)
     _check_prompts(prompts, target)
     requests = [
-        Request(prompt, arguments.max_new_tokens, temperature=arguments.temperature, seed=arguments.seed)
+        Request(
+            prompt,
+            arguments.max_new_tokens,
+            temperature=arguments.temperature,
+            top_k=arguments.top_k,
+            top_p=arguments.top_p,
+            seed=arguments.seed,
+        )
         for prompt in prompts
     ]
     decoder = _decoder(target, requests, method, draft, arguments.num_speculative_tokens)
@@ -587,3 +484,6 @@ def _summary(stats: "Statistics") -> str:
         shares = " ".join(f"{share:.2f}" for share in stats.acceptance_by_position)
         parts.append(f"accepted by draft position {shares}")
     return ", ".join(parts)
+
+
+_COMMANDS = {"generate": _generate, "demo": _demo, "info": _info}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tridraft.kernels._op import cdiv
-from tridraft.kernels.draft_inputs import compute_slot_mapping
+from tridraft.kernels.draft_inputs import compute_slot_mapping, request_of_row
 from tridraft.kernels.rejection import rejection_sample
 from tridraft.models.hf_target import HFTarget, TargetOutput
 from tridraft.models.paged import AttentionBatch
@@ -33,6 +33,7 @@ from tridraft.speculator.request import (
     Statistics,
 )
 from tridraft.speculator.target_graphs import TargetGraphs
+from tridraft.speculator.truncation import truncate
 
 
 @dataclass
@@ -186,6 +187,8 @@ class SpeculativeDecoder:
             temperature=torch.zeros(max_num_reqs, device=device),
             seeds=torch.zeros(max_num_reqs, dtype=torch.int64, device=device),
         )
+        self._top_k = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
+        self._top_p = torch.ones(max_num_reqs, device=device)
         # By slot, what a request's next pass may start from: its newest token and the drafts after it.
         self._last_sampled = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
         self._drafts = torch.zeros(max_num_reqs, steps, dtype=torch.int64, device=device)
@@ -245,7 +248,11 @@ class SpeculativeDecoder:
             raise ValueError(
                 f"{where}.prompt_ids: has {length} tokens, max_model_len {self.kv.max_model_len} leaves no new one"
             )
-        for name, value, least in (("max_new_tokens", request.max_new_tokens, 1), ("seed", request.seed, -(2**63))):
+        for name, value, least in (
+            ("max_new_tokens", request.max_new_tokens, 1),
+            ("top_k", request.top_k, 0),
+            ("seed", request.seed, -(2**63)),
+        ):
             if not isinstance(value, int) or not least <= value < 2**63:
                 raise ValueError(f"{where}.{name}: got {value!r}, needs an integer of {least} to {2**63 - 1}")
         if request.temperature != 0 and not MIN_TEMPERATURE <= request.temperature <= MAX_TEMPERATURE:
@@ -253,6 +260,8 @@ class SpeculativeDecoder:
                 f"{where}.temperature: got {request.temperature}, needs 0 (greedy) or {MIN_TEMPERATURE:g} to "
                 f"{MAX_TEMPERATURE:g}"
             )
+        if not 0 < request.top_p <= 1:
+            raise ValueError(f"{where}.top_p: got {request.top_p}, needs more than 0 and at most 1")
         blocks = self.kv.blocks_for(self._limit(request))
         if blocks > self.kv.num_blocks:
             raise ValueError(f"{where}: may need {blocks} blocks, num_blocks is {self.kv.num_blocks}: raise it")
@@ -297,6 +306,8 @@ class SpeculativeDecoder:
             slot = self._free_slots.pop()
             self.kv.reserve(slot, limit)
             self._sampling.temperature[slot] = request.temperature
+            self._top_k[slot] = request.top_k
+            self._top_p[slot] = request.top_p
             self._sampling.seeds[slot] = request.seed
             stop = self.target.eos_token_ids if request.stop_token_ids is None else request.stop_token_ids
             running.append(_Running(index, request, slot, frozenset(stop), limit))
@@ -332,8 +343,11 @@ class SpeculativeDecoder:
         packed = self._pack(rows)
         batch = packed.batch
         output = self._forward(packed)
+        logits = output.logits
+        if any(row.running.request.top_k or row.running.request.top_p < 1 for row in rows):
+            logits = self._truncate(logits, packed)
         verified = rejection_sample(
-            output.logits,
+            logits,
             self._drafts[packed.slots],
             packed.logits_start,
             batch.idx_mapping,
@@ -358,6 +372,12 @@ class SpeculativeDecoder:
         self.stats.verify_seconds += verify_seconds
         self.stats.draft_seconds += draft_seconds
         return emitted
+
+    def _truncate(self, logits: Tensor, packed: _Packed) -> Tensor:
+        if self.target.suppress_ids is not None:
+            logits = logits.index_fill(1, self.target.suppress_ids, float("-inf"))
+        slots = packed.slots[request_of_row(packed.logits_start, logits.shape[0])]
+        return truncate(logits, self._sampling.temperature[slots], self._top_k[slots], self._top_p[slots])
 
     def _forward(self, packed: _Packed) -> TargetOutput:
         """The target's pass; a graph has logits of every token, which is what a pass without prompts asks for."""

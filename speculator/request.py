@@ -17,6 +17,8 @@ class Request:
         prompt_ids: at least one token.
         max_new_tokens: where it ends at the latest.
         temperature: 0 is greedy; otherwise `MIN_TEMPERATURE` to `MAX_TEMPERATURE`.
+        top_k: how many of the likeliest tokens are sampled from; 0: all.
+        top_p: the share of probability they are to have at least, after `top_k`; 1: all.
         seed: of its random draws. What is sampled depends on it and the prompt, not on the requests beside it.
         stop_token_ids: tokens that end it, themselves emitted; None takes the target's own.
     """
@@ -24,6 +26,8 @@ class Request:
     prompt_ids: Sequence[int]
     max_new_tokens: int
     temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
     seed: int = 0
     stop_token_ids: Sequence[int] | None = None
 

@@ -195,6 +195,7 @@ def test_a_long_answer_ends_at_the_targets_length(generate, tiny):
         (["--prompt-ids", ",".join(["5"] * 512)], "prompt 1 has 512 tokens; the target takes 511: shorten it"),
         (["--prompt-ids", "2", "--max-new-tokens", "0"], "--max-new-tokens: got 0, needs 1 to"),
         (["--prompt-ids", "2", "--num-speculative-tokens", "1000"], "got 1000, needs 1 to 64"),
+        (["--prompt-ids", "2", "--top-p", "0"], "--top-p: got 0, needs more than 0 and at most 1"),
         (["--prompt-ids", "2", "--temperature", "1e308"], "needs 0 (greedy) or 1e-30 to 1e+30"),
         (["--prompt-ids", "2", "--device", "cuda:99999999999999999999"], "--device"),
         (["--prompt-ids", "2", "--num-speculative-tokens", "0"], "--num-speculative-tokens: got 0, needs 1 to 64"),

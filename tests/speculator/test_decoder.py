@@ -343,6 +343,8 @@ def next_token_probabilities(pair, sequences, temperature):
         ({"max_new_tokens": 0}, r"requests\[1\].max_new_tokens: got 0, needs an integer of 1 to"),
         ({"temperature": -1.0}, r"requests\[1\].temperature: got -1.0, needs 0 .greedy. or 1e-30 to"),
         ({"temperature": 1e-40}, r"requests\[1\].temperature: got 1e-40, needs 0 .greedy. or 1e-30 to"),
+        ({"top_k": -1}, r"requests\[1\].top_k: got -1, needs an integer of 0 to"),
+        ({"top_p": 0.0}, r"requests\[1\].top_p: got 0.0, needs more than 0 and at most 1"),
         ({"max_new_tokens": 2.5}, r"requests\[1\].max_new_tokens: got 2.5, needs an integer"),
         ({"seed": 2**63}, r"requests\[1\].seed: got 9223372036854775808, needs an integer"),
         ({"temperature": float("nan")}, r"requests\[1\].temperature: got nan, needs 0 .greedy. or 1e-30 to"),

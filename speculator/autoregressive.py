@@ -306,7 +306,7 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
             raise ValueError(f"batch: got {batch.idx_mapping.shape[0]} rows in idx_mapping, num_reqs {batch.num_reqs}")
         if batch.num_reqs > self.config.max_num_reqs:
             raise ValueError(f"batch: got {batch.num_reqs} requests, max_num_reqs is {self.config.max_num_reqs}")
-        self._check_tokens(batch, hidden)
+        self._check_pass(batch, verify, hidden)
         if not self.writes_draft_kv:
             multimodal = None  # its one row a request is the newest token, which is text
         if multimodal is not None:
@@ -330,15 +330,29 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
             raise ValueError(f"num_speculative_tokens: got {steps}, needs 0 to {most}")
         return steps
 
-    def _check_tokens(self, batch: InputBatch, hidden: Tensor) -> None:
+    def _check_pass(self, batch: InputBatch, verify: VerifyResult, hidden: Tensor) -> None:
+        slots, tokens = self.config.max_num_reqs, batch.num_tokens
+        for name, tensor in (
+            ("last_sampled", verify.last_sampled),
+            ("next_prefill_tokens", verify.next_prefill_tokens),
+        ):
+            if tensor.shape[0] != slots:  # by slot, not by row
+                raise ValueError(f"verify.{name}: got {tensor.shape[0]} rows, needs one for each of {slots} slots")
+        if batch.max_query_len * batch.num_reqs < tokens:
+            raise ValueError(
+                f"batch: got max_query_len {batch.max_query_len} for {tokens} tokens of {batch.num_reqs} requests"
+            )
+        if hidden.dtype != self.target.dtype:
+            raise TypeError(f"hidden: got {hidden.dtype}, needs the target's {self.target.dtype}")
         if not self.writes_draft_kv:
             return
         most = self.config.max_num_batched_tokens
-        if batch.num_tokens > most:
-            raise ValueError(f"batch: got {batch.num_tokens} tokens, max_num_batched_tokens is {most}")
-        shape = (batch.num_tokens, self.prefill.hidden.shape[1])
+        if tokens > most:
+            raise ValueError(f"batch: got {tokens} tokens, max_num_batched_tokens is {most}")
+        shape = (tokens, self.prefill.hidden.shape[1])
         if tuple(hidden.shape) != shape:
-            raise ValueError(f"hidden: got shape {list(hidden.shape)}, needs {list(shape)}")
+            layers = f", the inputs of layers {list(self.aux_layers)} side by side" if self.aux_layers else ""
+            raise ValueError(f"hidden: got shape {list(hidden.shape)}, needs {list(shape)}{layers}")
 
     def _check_multimodal(self, batch: InputBatch, multimodal: Multimodal) -> None:
         width, dtype, device = self.prefill.inputs_embeds.shape[1], self.target.dtype, self.target.device

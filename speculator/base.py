@@ -27,24 +27,36 @@ class BaseSpeculator(ABC):
         draft_logits: `[max_num_reqs, K, V]`, what the drafts were sampled from, by slot; None for greedy drafts.
         kv_specs: what each layer of the drafter that owns keys and values stores, once the model is loaded. The cache
             has their layers behind the target's.
+        max_num_reqs: request slots; None: any number. The cache has as many.
+        max_model_len: the longest request; None: any. The cache has the same.
         max_num_batched_tokens: tokens of a pass that `propose` takes at most; None: any number.
-        aux_layers: target layers whose inputs, side by side, `propose` takes for `hidden`; empty: it takes the
-            target's last hidden states.
+        aux_layers: target layers whose inputs, side by side, `propose` takes for `hidden`, once the model is loaded;
+            empty: it takes the target's last hidden states.
     """
 
     num_speculative_tokens: int
     draft_logits: Tensor | None = None
     kv_specs: Sequence[KVSpec] = ()
     aux_layers: Sequence[int] = ()
+    max_num_reqs: int | None = None
+    max_model_len: int | None = None
     max_num_batched_tokens: int | None = None
 
     @abstractmethod
     def load_model(self, target: HFTarget) -> None:
-        """Load what drafts, and refuse a target it does not fit."""
+        """Load what drafts, and refuse a target it does not fit.
+
+        An engine gives an object of its own with the attributes that are read: `device`, `dtype`, `vocab_size`,
+        `hidden_size`, `layer_types`, `kv_specs`, `kv_index`, `embed_weight`, `embed_scale`, `lm_head_weight` and
+        `suppress_ids`, as `HFTarget` describes them.
+        """
 
     @abstractmethod
     def set_kv_cache(self, kv: KVCache) -> None:
-        """Bind to the cache the target writes, which has the `kv_specs` of this drafter behind the target's."""
+        """Bind to the cache the target writes, which has the `kv_specs` of this drafter behind the target's.
+
+        Of a cache are read `layers`, `tables`, `block_tables`, `block_size`, `max_num_reqs` and `max_model_len`.
+        """
 
     def capture(self) -> None:  # noqa: B027  a drafter without graphs has nothing to do
         """Record what `propose` does into CUDA graphs; calling it again does nothing."""
@@ -65,7 +77,7 @@ class BaseSpeculator(ABC):
         Args:
             batch: the pass the target just ran.
             verify: what verification made of it.
-            sampling: temperature and seed of each slot.
+            sampling: temperature and seed of each slot; read where drafts are sampled, not greedy.
             hidden: `[T, H]`, the target's hidden states in that pass, or its `aux_layers`, `[T, len(aux_layers) · H]`.
             num_speculative_tokens: drafts wanted of this call, 0 … K; None: K.
             multimodal: the pass's embeddings that do not come from token ids.
@@ -120,12 +132,18 @@ class DraftModelSpeculator(BaseSpeculator):
         self.config = config
         self.bound = False
         self.num_speculative_tokens = config.num_speculative_tokens
+        self.max_num_reqs, self.max_model_len = config.max_num_reqs, config.max_model_len
 
     @abstractmethod
     def load_draft_model(self, target: HFTarget) -> nn.Module:
         """The draft model, checked against the target and sharing what it shares with it."""
 
     def load_model(self, target: HFTarget) -> None:
+        absent = [name for name in ("device", "dtype", "vocab_size", "hidden_size") if not hasattr(target, name)]
+        if absent:
+            raise TypeError(
+                f"target: got {type(target).__name__} without {', '.join(absent)}, needs an HFTarget or its like"
+            )
         self.bound = False  # to a cache; graphs of buffers that are about to be replaced are not to be replayed
         self.target = target
         self.model: Any = self.load_draft_model(target)
@@ -148,6 +166,8 @@ class DraftModelSpeculator(BaseSpeculator):
         return torch.zeros(shape, dtype=dtype, device=self.target.device)
 
     def set_kv_cache(self, kv: KVCache) -> None:
+        if not hasattr(self, "target"):
+            raise RuntimeError("the speculator has no model: call load_model, then set_kv_cache")
         ours = (self.config.max_num_reqs, self.config.max_model_len)
         theirs = (kv.max_num_reqs, kv.max_model_len)
         if ours != theirs:

@@ -196,6 +196,8 @@ def _demo(arguments: argparse.Namespace, stdout: TextIO) -> None:
     else:
         print(f"\nplain decoding  {_summary(plain.stats)}", file=stdout)
         print(f"with drafts     {_summary(drafting.stats)}", file=stdout)
+        if device.type == "cpu":
+            print("                (times on a CPU say little of a GPU's: drafts save target passes)", file=stdout)
         print(f"same text       {'yes' if same else 'no'}", file=stdout)
     if not same:
         raise UsageError("plain decoding gave another text, which is a fault of this program: please report it")
@@ -251,6 +253,8 @@ def _info(arguments: argparse.Namespace, stdout: TextIO) -> None:
 
 
 def _check_checkpoint(flag: str, directory: Path) -> None:
+    if directory.is_file():
+        raise UsageError(f"{flag}: {directory} is a file; give the directory of a Hugging Face checkpoint")
     if not directory.is_dir():
         raise UsageError(f"{flag}: no directory {directory}; give the directory of a downloaded checkpoint")
     if not (directory / "config.json").is_file():

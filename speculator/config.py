@@ -85,6 +85,8 @@ class SpeculatorConfig:
             raise ValueError(
                 f"draft_sampling: got {self.draft_sampling!r}, needs 'greedy' with a tensor_parallel_group"
             )
+        if not isinstance(self.cudagraph_num_steps, tuple):
+            raise TypeError(f"cudagraph_num_steps: got {self.cudagraph_num_steps!r}, needs a tuple of integers")
         for steps in self.cudagraph_num_steps:
-            if not 0 <= steps <= self.num_speculative_tokens:
+            if type(steps) is not int or not 0 <= steps <= self.num_speculative_tokens:
                 raise ValueError(f"cudagraph_num_steps: got {steps}, needs 0 to {self.num_speculative_tokens}")

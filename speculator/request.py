@@ -19,7 +19,8 @@ class Request:
         temperature: 0 is greedy; otherwise `MIN_TEMPERATURE` to `MAX_TEMPERATURE`.
         top_k: how many of the likeliest tokens are sampled from; 0: all.
         top_p: the share of probability they are to have at least, after `top_k`; 1: all.
-        seed: of its random draws. What is sampled depends on it and the prompt, not on the requests beside it.
+        seed: of its random draws. What is sampled depends on it, the prompt and how is drafted, not on the requests
+            beside it; the distribution is the target's whatever drafts.
         stop_token_ids: tokens that end it, themselves emitted; None takes the target's own.
     """
 

@@ -15,6 +15,7 @@ from tridraft.models.hf_target import HFTarget
 from tridraft.speculator.batch import Multimodal, SamplingState
 from tridraft.speculator.cudagraph import CUDAGraphMode
 from tridraft.speculator.decoder import SpeculativeDecoder
+from tridraft.speculator.factory import init_speculator
 from tridraft.speculator.kv_cache import KVCache
 from tridraft.speculator.request import Request
 
@@ -236,6 +237,14 @@ def test_arguments_are_checked(pair):
     _, (batch, verify, sampling, hidden) = one_pass(pair, speculator, [PROMPTS[1]])
     with pytest.raises(ValueError, match=r"hidden: got shape \[9, "):
         speculator.propose(batch, verify, sampling, hidden[1:])
+    with pytest.raises(TypeError, match="hidden: got torch.float64, needs the target's torch.float32"):
+        speculator.propose(batch, verify, sampling, hidden.double())
+    with pytest.raises(ValueError, match="verify.last_sampled: got 1 rows, needs one for each of 4 slots"):
+        speculator.propose(batch, replace(verify, last_sampled=verify.last_sampled[:1]), sampling, hidden)
+    with pytest.raises(ValueError, match="batch: got max_query_len 3 for 10 tokens of 1 requests"):
+        speculator.propose(replace(batch, max_query_len=3), verify, sampling, hidden)
+    with pytest.raises(RuntimeError, match="the speculator has no model: call load_model"):
+        init_speculator(speculator.config).set_kv_cache(speculator.kv)
     plain = KVCache(
         pair.target.kv_specs,
         num_blocks=8,

@@ -237,9 +237,9 @@ def test_arguments_are_checked(pair):
     _, (batch, verify, sampling, hidden) = one_pass(pair, speculator, [PROMPTS[1]])
     with pytest.raises(ValueError, match=r"hidden: got shape \[9, "):
         speculator.propose(batch, verify, sampling, hidden[1:])
-    with pytest.raises(TypeError, match="hidden: got torch.float64, needs the target's torch.float32"):
+    with pytest.raises(TypeError, match=r"hidden: got torch.float64, needs the target's torch.float32"):
         speculator.propose(batch, verify, sampling, hidden.double())
-    with pytest.raises(ValueError, match="verify.last_sampled: got 1 rows, needs one for each of 4 slots"):
+    with pytest.raises(ValueError, match=r"verify.last_sampled: got 1 rows, needs one for each of 4 slots"):
         speculator.propose(batch, replace(verify, last_sampled=verify.last_sampled[:1]), sampling, hidden)
     with pytest.raises(ValueError, match="batch: got max_query_len 3 for 10 tokens of 1 requests"):
         speculator.propose(replace(batch, max_query_len=3), verify, sampling, hidden)

@@ -321,7 +321,8 @@ def _launch(
 def _loadable(k_cache: Tensor, v_cache: Tensor, dtype: torch.dtype, arch: Arch) -> tuple[Tensor, Tensor]:
     """float8 caches as the kernels load them: in pairs of columns, as bytes where Triton has no such type, or as is."""
     places = [place for cache in (k_cache, v_cache) for place in (cache.storage_offset(), *cache.stride()[:-1])]
-    even = k_cache.shape[-1] % 2 == 0 and all(place % 2 == 0 for place in places)
+    # A product takes at least 16 columns, and pairs make two of half a head each.
+    even = k_cache.shape[-1] >= 32 and k_cache.shape[-1] % 2 == 0 and all(place % 2 == 0 for place in places)
     if even and arch.backend == "cuda" and dtype != torch.float32 and not INTERPRET:
         return k_cache.view(torch.int16), v_cache.view(torch.int16)
     if INTERPRET or (arch.backend == "cuda" and arch.capability < 89):

@@ -11,10 +11,9 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from tridraft.kernels.lm_head import lm_head_sample
 from tridraft.models.layers import Linear, add_optional_parts, merged_parts
 from tridraft.models.paged import KVSpec
-from tridraft.models.vocab_parallel import reduce_winners, shard_rows
+from tridraft.models.vocab_parallel import sample_of_ranks, shard_rows
 from tridraft.models.weights import LoadReport, fill, iterate_tensors, read_json, tensor_names
 
 Head = TypeVar("Head", bound="DraftHead")
@@ -317,8 +316,8 @@ class DraftHead(nn.Module):
             draft_step: 0-d, the K index in it.
             out: [R] int64.
         """
-        scores = None if self._shards is None else head_hidden.new_empty(len(head_hidden), dtype=torch.float32)
-        tokens = lm_head_sample(
+        return sample_of_ranks(
+            self._shards,
             self.head_input(head_hidden),
             self._head_weight(),
             idx_mapping,
@@ -329,9 +328,5 @@ class DraftHead(nn.Module):
             d2t=self.d2t,
             draft_logits_out=draft_logits_out,
             draft_step=draft_step,
-            scores_out=scores,
             out=out,
         )
-        if scores is not None:
-            reduce_winners(scores, tokens, self._shards)
-        return tokens

@@ -29,14 +29,13 @@ from torch import Tensor, nn
 
 from tridraft.kernels.embedding import embed_concat
 from tridraft.kernels.kv_cache import qk_norm_rope
-from tridraft.kernels.lm_head import lm_head_sample
 from tridraft.kernels.masked_embedding import masked_embedding_logits, masked_embedding_sample
 from tridraft.kernels.norm import add_rms_norm
 from tridraft.kernels.sampling import draft_sample
 from tridraft.kernels.suppress import make_suppress_ids, suppress_tokens_
 from tridraft.models.layers import ACTIVATIONS, Activation, GatedMLP, Linear, RMSNorm, RotaryFrequencies
 from tridraft.models.paged import AttentionBatch, KVSpec, LayerKV
-from tridraft.models.vocab_parallel import reduce_winners, shard_rows
+from tridraft.models.vocab_parallel import sample_of_ranks, shard_rows
 from tridraft.models.weights import LoadReport, fill, iterate_tensors, read_json
 
 logger = logging.getLogger(__name__)
@@ -550,8 +549,8 @@ class Gemma4MTP(nn.Module):
         head, centroid_head = self.model.embed_tokens, self.masked_embedding
         request = (idx_mapping, temperature, seeds, positions)
         if centroid_head is None:
-            scores = None if self._shards is None else draft_hidden.new_empty(len(draft_hidden), dtype=torch.float32)
-            tokens = lm_head_sample(
+            return sample_of_ranks(
+                self._shards,
                 draft_hidden,
                 head.weight,
                 *request,
@@ -559,12 +558,8 @@ class Gemma4MTP(nn.Module):
                 d2t=self._d2t,
                 draft_logits_out=draft_logits_out,
                 draft_step=draft_step,
-                scores_out=scores,
                 out=out,
             )
-            if scores is not None:
-                reduce_winners(scores, tokens, self._shards)
-            return tokens
         if draft_logits_out is not None:
             logits = self.compute_logits(draft_hidden)
             return draft_sample(logits, *request, draft_logits_out=draft_logits_out, draft_step=draft_step, out=out)

@@ -10,6 +10,8 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from tridraft.kernels.lm_head import lm_head_sample
+
 _ID_BITS = 32
 
 
@@ -21,6 +23,16 @@ def shard_rows(weight: Tensor, d2t: Tensor | None, group: Any) -> tuple[Tensor, 
         raise ValueError(f"weight: got {len(weight)} rows, needs at least one for each of {size} ranks")
     rows = torch.full((end - first,), first, dtype=torch.int64, device=weight.device)
     return weight[first:end].clone(), rows if d2t is None else rows + d2t[first:end]
+
+
+def sample_of_ranks(group: Any, hidden: Tensor, weight: Tensor, *request: Tensor, **options: Any) -> Tensor:
+    """`lm_head_sample`, whose winners are those of all ranks of the group; None: of this one."""
+    if group is None:
+        return lm_head_sample(hidden, weight, *request, **options)
+    scores = hidden.new_empty(len(hidden), dtype=torch.float32)
+    tokens = lm_head_sample(hidden, weight, *request, scores_out=scores, **options)
+    reduce_winners(scores, tokens, group)
+    return tokens
 
 
 def reduce_winners(scores: Tensor, ids: Tensor, group: Any) -> None:

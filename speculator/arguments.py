@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import tridraft
+from tridraft.speculator.methods import MAX_SPECULATIVE_TOKENS, METHODS
 from tridraft.speculator.request import MAX_TEMPERATURE, MIN_TEMPERATURE
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-METHODS = ("gemma4_mtp", "eagle", "eagle3", "mtp")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     drafting.add_argument("--max-new-tokens", type=_integer(1), default=128, metavar="N", help="default: 128")
     drafting.add_argument(
         "--num-speculative-tokens",
-        type=_integer(1, 64),
+        type=_integer(1, MAX_SPECULATIVE_TOKENS),
         default=4,
         metavar="K",
         help="drafts a pass (default: 4)",

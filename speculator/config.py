@@ -8,15 +8,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor
 
 from tridraft.speculator.cudagraph import CUDAGraphMode
+from tridraft.speculator.methods import MAX_SPECULATIVE_TOKENS, METHODS, Method
 
 if TYPE_CHECKING:
     from tridraft.models.eagle import Eagle
     from tridraft.models.gemma4_mtp import Gemma4MTP
     from tridraft.models.mtp import MTP
-
-Method = Literal["gemma4_mtp", "eagle", "eagle3", "mtp"]
-METHODS = ("gemma4_mtp", "eagle", "eagle3", "mtp")
-MAX_SPECULATIVE_TOKENS = 64
 
 
 @dataclass(frozen=True)

@@ -438,17 +438,18 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
                 self._decode(rest)
 
     def _stage_tokens(self, batch: InputBatch, verify: VerifyResult, hidden: Tensor, bucket: Bucket) -> None:
-        tokens, reqs, passed, prefill = bucket.num_tokens, bucket.num_reqs, self.passed, self.prefill
+        tokens, reqs, prefill = bucket.num_tokens, bucket.num_reqs, self.prefill
+        passed, _ = self._rows(reqs)
         prefill.hidden[: batch.num_tokens].copy_(hidden)
         prepare_prefill_inputs(
             batch.input_ids,
             batch.positions,
-            passed.query_start_loc[: reqs + 1],
-            passed.idx_mapping[:reqs],
+            passed.query_start_loc,
+            passed.idx_mapping,
             verify.last_sampled,
             verify.next_prefill_tokens,
-            passed.num_sampled[:reqs],
-            passed.num_rejected[:reqs],
+            passed.num_sampled,
+            passed.num_rejected,
             input_ids=prefill.input_ids[:tokens],
             positions=prefill.positions[:tokens],
             last_token_indices=prefill.last_token_indices[:reqs],
@@ -472,21 +473,22 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         return output if self.model_returns_tuple else (output, output)  # type: ignore[return-value]
 
     def _block_tables(self, reqs: int) -> tuple[Tensor, ...]:
-        tables = [table[:reqs] for table in self.block_tables]
-        return self.kv.block_tables(self.passed.idx_mapping[:reqs], tables, self.groups)
+        passed, _ = self._rows(reqs)
+        return self.kv.block_tables(passed.idx_mapping, [table[:reqs] for table in self.block_tables], self.groups)
 
     def _sampling_positions(self, reqs: int) -> Tensor:
         """`[K, R]`: draft s comes after token P + s, wherever its query stands."""
-        keys = self.step.sampling_positions[:, :reqs]
+        passed, step = self._rows(reqs)
         if self.draft_logits is not None:  # greedy drafts use no random numbers
-            torch.add(self.passed.seq_lens[:reqs] - self.passed.num_rejected[:reqs], self.steps[:, None], out=keys)
-        return keys
+            torch.add(passed.seq_lens - passed.num_rejected, self.steps[:, None], out=step.sampling_positions)
+        return step.sampling_positions
 
     def _prefill(self, bucket: Bucket, inputs_embeds: Tensor | None = None) -> None:
         """Draft step 0 over the pass's tokens, and the inputs of step 1; with no steps, its keys alone."""
-        tokens, reqs, passed, prefill, step = bucket.num_tokens, bucket.num_reqs, self.passed, self.prefill, self.step
-        idx_mapping, num_rejected = passed.idx_mapping[:reqs], passed.num_rejected[:reqs]
-        requests = (passed.query_start_loc[: reqs + 1], passed.seq_lens[:reqs])
+        tokens, reqs, prefill = bucket.num_tokens, bucket.num_reqs, self.prefill
+        passed, step = self._rows(reqs)
+        idx_mapping, num_rejected = passed.idx_mapping, passed.num_rejected
+        requests = (passed.query_start_loc, passed.seq_lens)
         positions = prefill.positions[:tokens]
         tables = self._block_tables(reqs)
         slots: dict[str, Any] = {"block_size": self.kv.block_size, "max_model_len": self.config.max_model_len}
@@ -521,12 +523,12 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
             num_rejected,
             tokens=drafted,
             advance_positions=True,
-            input_ids=step.input_ids[:reqs],
-            positions=step.positions[:reqs],
-            out_seq_lens=step.seq_lens[:reqs],
-            out_hidden=step.hidden[:reqs],
+            input_ids=step.input_ids,
+            positions=step.positions,
+            out_seq_lens=step.seq_lens,
+            out_hidden=step.hidden,
             block_table=tables[self.group],
-            slot_mapping=step.slot_mapping[:reqs],
+            slot_mapping=step.slot_mapping,
             **slots,
         )
 
@@ -539,28 +541,27 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         first = self.prefill_steps
         if bucket.num_steps <= first:
             return
-        reqs, step, idx_mapping = bucket.num_reqs, self.step, self.passed.idx_mapping[: bucket.num_reqs]
-        tables, keys = self._block_tables(reqs), self._sampling_positions(reqs)
-        tokens, positions = step.input_ids[:reqs], step.positions[:reqs]
-        seq_lens, recurrent, slot_mapping = step.seq_lens[:reqs], step.hidden[:reqs], step.slot_mapping[:reqs]
-        slot_mappings = (slot_mapping,) * len(tables) if self.writes_draft_kv else None
-        batch = AttentionBatch(step.query_start_loc[: reqs + 1], seq_lens, tables, slot_mappings, 1, self.attention)
+        passed, step = self._rows(bucket.num_reqs)
+        tables, keys = self._block_tables(bucket.num_reqs), self._sampling_positions(bucket.num_reqs)
+        slot_mappings = (step.slot_mapping,) * len(tables) if self.writes_draft_kv else None
+        batch = AttentionBatch(step.query_start_loc, step.seq_lens, tables, slot_mappings, 1, self.attention)
+        tokens = step.input_ids
         for number in range(first, bucket.num_steps):
-            draft_hidden, hidden = self._forward(tokens, positions, recurrent, batch, number)
-            tokens = self.sample_draft(draft_hidden, idx_mapping, keys[number], number)
+            draft_hidden, hidden = self._forward(tokens, step.positions, step.hidden, batch, number)
+            tokens = self.sample_draft(draft_hidden, passed.idx_mapping, keys[number], number)
             if self.advance_draft_positions and number + 1 < bucket.num_steps:
                 update_draft_inputs(
                     tokens,
                     hidden,
-                    idx_mapping,
+                    passed.idx_mapping,
                     advance_positions=True,
                     max_model_len=self.config.max_model_len,
-                    input_ids=step.input_ids[:reqs],
-                    positions=positions,
-                    seq_lens=seq_lens,
-                    out_hidden=recurrent,
+                    input_ids=step.input_ids,
+                    positions=step.positions,
+                    seq_lens=step.seq_lens,
+                    out_hidden=step.hidden,
                     block_table=tables[self.group],
                     block_size=self.kv.block_size,
-                    slot_mapping=slot_mapping,
+                    slot_mapping=step.slot_mapping,
                 )
-                tokens = step.input_ids[:reqs]
+                tokens = step.input_ids

@@ -80,7 +80,7 @@ def prefill_inputs_kernel(
         tl.store(positions_ptr + rows, position, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_slots", "max_model_len", "position_shift"], debug=DEBUG)
+@triton.jit(do_not_specialize=["num_reqs", "num_tokens", "num_slots", "max_model_len", "position_shift"], debug=DEBUG)
 def decode_inputs_kernel(
     hidden_ptr,  # [T, H] float
     query_start_loc_ptr,  # [R + 1] int
@@ -91,12 +91,14 @@ def decode_inputs_kernel(
     last_sampled_ptr,  # [S] int
     next_prefill_ptr,  # [S] int
     num_sampled_ptr,  # [R] int
-    input_ids_ptr,  # [R] int
-    positions_ptr,  # [R] int
-    out_seq_lens_ptr,  # [R] int32
-    out_hidden_ptr,  # [R, H] float
-    block_table_ptr,  # [R, M] int, or None: no slots
-    slot_mapping_ptr,  # [R] int64
+    input_ids_ptr,  # [B] int
+    positions_ptr,  # [B] int
+    out_seq_lens_ptr,  # [B] int32
+    out_hidden_ptr,  # [B, H] float
+    out_idx_mapping_ptr,  # [B] int, or None
+    block_table_ptr,  # [B, M] int, or None: no slots
+    slot_mapping_ptr,  # [B] int64
+    num_reqs,
     num_tokens,
     num_slots,
     hidden_size,
@@ -115,12 +117,12 @@ def decode_inputs_kernel(
     pdl_wait(PDL)
     request = tl.program_id(0)
     column = tl.program_id(1)
-    slot = tl.load(idx_mapping_ptr + request)
+    slot = tl.load(idx_mapping_ptr + request, mask=request < num_reqs, other=-1)
     tl.device_assert(slot < num_slots, "idx_mapping: slot out of range")
     live = slot >= 0
     rejected = tl.load(num_rejected_ptr + request, mask=live, other=0)
-    begin = tl.load(query_start_loc_ptr + request)
-    end = tl.load(query_start_loc_ptr + request + 1)
+    begin = tl.load(query_start_loc_ptr + request, mask=live, other=0)
+    end = tl.load(query_start_loc_ptr + request + 1, mask=live, other=1)
     row = tl.minimum(tl.maximum(end - 1 - rejected, begin), num_tokens - 1)
 
     offs_h = column * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -129,6 +131,8 @@ def decode_inputs_kernel(
     tl.store(out_hidden_ptr + request.to(tl.int64) * stride_or + offs_h, hidden, mask=mask_h)
 
     if column == 0:
+        if out_idx_mapping_ptr is not None:
+            tl.store(out_idx_mapping_ptr + request, slot)
         length = tl.load(seq_lens_ptr + request, mask=live, other=0)
         length = tl.maximum(length - rejected, 0)
         if tokens_ptr is None:

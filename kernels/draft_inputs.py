@@ -22,7 +22,6 @@ Integer tensors are int32 or int64. The values live on the device only, so every
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from tridraft.kernels._draft_inputs_kernels import (
@@ -33,140 +32,17 @@ from tridraft.kernels._draft_inputs_kernels import (
     token_launch,
     update_inputs_kernel,
 )
+from tridraft.kernels._draft_inputs_reference import (
+    bonus_token,
+    compute_slot_mapping_reference,
+    prepare_decode_inputs_reference,
+    prepare_prefill_inputs_reference,
+    update_draft_inputs_reference,
+)
 from tridraft.kernels._op import FLOATS, Impl, cdiv, check_tensor, register, use_triton
+from tridraft.kernels.pad_requests import pad_requests_reference
 
 _INTS = (torch.int32, torch.int64)
-
-
-def request_of_row(query_start_loc: Tensor, num_rows: int) -> Tensor:
-    """The request that owns each row; R for the rows behind the last request."""
-    rows = torch.arange(num_rows, device=query_start_loc.device)
-    return torch.searchsorted(query_start_loc[1:].long(), rows, right=True)
-
-
-def last_accepted_row(query_start_loc: Tensor, num_rejected: Tensor) -> Tensor:
-    """Each request's last accepted row; its first row where a stale count rejects them all."""
-    begin, end = query_start_loc[:-1].long(), query_start_loc[1:].long()
-    return torch.maximum(end - 1 - num_rejected, begin)
-
-
-def _bonus_token(idx_mapping: Tensor, last_sampled: Tensor, next_prefill_tokens: Tensor, num_sampled: Tensor) -> Tensor:
-    slots = idx_mapping.long().clamp(min=0)
-    return torch.where(num_sampled > 0, last_sampled[slots].long(), next_prefill_tokens[slots].long())
-
-
-def _slots(positions: Tensor, block_rows: Tensor, block_size: int, max_model_len: int) -> Tensor:
-    """Slot of each position in its row of block ids `[n, M]`; −1 past the end or where no block is reserved."""
-    positions = positions.long()
-    column = positions // block_size
-    inside = (positions >= 0) & (positions < max_model_len) & (column < block_rows.shape[1])
-    block = block_rows.gather(1, column.where(inside, 0).unsqueeze(1)).squeeze(1).long()
-    return torch.where(inside & (block >= 0), block * block_size + positions % block_size, -1)
-
-
-def prepare_prefill_inputs_reference(
-    target_input_ids: Tensor,
-    target_positions: Tensor,
-    query_start_loc: Tensor,
-    idx_mapping: Tensor,
-    last_sampled: Tensor,
-    next_prefill_tokens: Tensor,
-    num_sampled: Tensor,
-    num_rejected: Tensor,
-    num_rows: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The definition; see `prepare_prefill_inputs`. Returns (input_ids, positions, last_token_indices)."""
-    num_tokens = target_input_ids.shape[0]
-    live = idx_mapping >= 0
-    last = last_accepted_row(query_start_loc, num_rejected)
-    bonus = _bonus_token(idx_mapping, last_sampled, next_prefill_tokens, num_sampled)
-
-    row = torch.arange(num_rows, device=last.device)
-    request = request_of_row(query_start_loc, num_rows)
-    row_last = F.pad(torch.where(live, last, -1), (0, 1), value=-1)[request]
-    shifted = F.pad(target_input_ids.long(), (0, max(num_rows - num_tokens, 0) + 1))[1 : num_rows + 1]
-    ids = torch.where(row < row_last, shifted, F.pad(bonus, (0, 1))[request])
-    positions = F.pad(target_positions.long(), (0, max(num_rows - num_tokens, 0)))[:num_rows]
-    accepted = row <= row_last
-    return ids.where(accepted, 0), positions.where(accepted, 0), last.clamp(max=num_tokens - 1).where(live, 0)
-
-
-def _grown(lengths: Tensor, slots: Tensor | None, max_model_len: int) -> Tensor:
-    """One key more, if there is a slot for it: attention reads every key that a length counts."""
-    return (lengths + 1).clamp(max=max_model_len) if slots is None else lengths + (slots >= 0)
-
-
-def prepare_decode_inputs_reference(
-    hidden: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    idx_mapping: Tensor,
-    num_rejected: Tensor,
-    tokens: Tensor,
-    block_table: Tensor | None,
-    block_size: int,
-    advance_positions: bool,
-    position_shift: int,
-    max_model_len: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """The definition; see `prepare_decode_inputs`. `tokens` already follows the bonus rule.
-
-    Returns (input_ids, positions, seq_lens, row of `hidden`, slots if there is a block table).
-    """
-    live = idx_mapping >= 0
-    length = (seq_lens.long() - num_rejected).clamp(min=0)
-    row = last_accepted_row(query_start_loc, num_rejected).clamp(max=hidden.shape[0] - 1)
-    positions = (length + position_shift).clamp(min=0).where(live, 0)
-    slots = None if block_table is None else _slots(positions, block_table, block_size, max_model_len).where(live, -1)
-    length = _grown(length, slots, max_model_len) if advance_positions else length
-    lengths = length.clamp(max=max_model_len).where(live, 0)
-    return tokens.long().where(live, 0), positions.clamp(max=max_model_len - 1), lengths, row.where(live, 0), slots
-
-
-def update_draft_inputs_reference(
-    tokens: Tensor,
-    idx_mapping: Tensor,
-    positions: Tensor,
-    seq_lens: Tensor,
-    block_table: Tensor | None,
-    block_size: int,
-    advance_positions: bool,
-    max_model_len: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The definition; see `update_draft_inputs`.
-
-    Returns (input_ids, positions, seq_lens, slots if there is a block table).
-    """
-    live = idx_mapping >= 0
-    moved = (positions.long() + advance_positions).where(live, 0)
-    slots = None if block_table is None else _slots(moved, block_table, block_size, max_model_len).where(live, -1)
-    lengths = _grown(seq_lens.long(), slots, max_model_len) if advance_positions else seq_lens.long()
-    return tokens.long().where(live, 0), moved.clamp(max=max_model_len - 1), lengths.where(live, 0), slots
-
-
-def compute_slot_mapping_reference(
-    positions: Tensor,
-    query_start_loc: Tensor,
-    block_table: Tensor,
-    block_size: int,
-    idx_mapping: Tensor | None,
-    num_rejected: Tensor | None,
-    max_model_len: int,
-) -> Tensor:
-    """The definition; see `compute_slot_mapping`."""
-    num_reqs = block_table.shape[0]
-    if num_reqs == 0:
-        return torch.full_like(positions, -1, dtype=torch.int64)
-    row = torch.arange(positions.shape[0], device=positions.device)
-    request = request_of_row(query_start_loc, positions.shape[0])
-    end = query_start_loc[1:].long()
-    if num_rejected is not None:
-        end = end - num_rejected
-    if idx_mapping is not None:
-        end = end.where(idx_mapping >= 0, 0)
-    written = (request < num_reqs) & (row < F.pad(end, (0, 1))[request])
-    slots = _slots(positions, block_table[request.clamp(max=num_reqs - 1)], block_size, max_model_len)
-    return slots.where(written, -1)
 
 
 @register("prepare_prefill_inputs", mutates=("input_ids", "positions", "last_token_indices"))
@@ -199,7 +75,10 @@ def _prepare_prefill_inputs(
         output.copy_(value)
 
 
-@register("prepare_decode_inputs", mutates=("input_ids", "positions", "out_seq_lens", "out_hidden", "slot_mapping"))
+@register(
+    "prepare_decode_inputs",
+    mutates=("input_ids", "positions", "out_seq_lens", "out_hidden", "out_idx_mapping", "slot_mapping"),
+)
 def _prepare_decode_inputs(
     hidden: Tensor,
     query_start_loc: Tensor,
@@ -214,6 +93,7 @@ def _prepare_decode_inputs(
     positions: Tensor,
     out_seq_lens: Tensor,
     out_hidden: Tensor,
+    out_idx_mapping: Tensor | None,
     block_table: Tensor | None,
     slot_mapping: Tensor | None,
     block_size: int,
@@ -222,16 +102,16 @@ def _prepare_decode_inputs(
     advance_positions: bool,
     triton: bool,
 ) -> None:
-    num_reqs, hidden_size = out_hidden.shape
+    num_reqs, (num_rows, hidden_size) = idx_mapping.shape[0], out_hidden.shape
     target = (hidden, query_start_loc, seq_lens, idx_mapping, num_rejected)
     if triton:
         launch = row_launch(hidden_size)
         num_slots = 2**31 - 1 if last_sampled is None else last_sampled.shape[0]
-        sizes = (hidden.shape[0], num_slots, hidden_size, *_table_sizes(block_table))
-        kernel: Any = decode_inputs_kernel[(num_reqs, max(1, cdiv(hidden_size, launch.block)))]
+        sizes = (num_reqs, hidden.shape[0], num_slots, hidden_size, *_table_sizes(block_table))
+        kernel: Any = decode_inputs_kernel[(num_rows, max(1, cdiv(hidden_size, launch.block)))]
         kernel(
             *(*target, tokens, last_sampled, next_prefill_tokens, num_sampled),
-            *(input_ids, positions, out_seq_lens, out_hidden, block_table, slot_mapping),
+            *(input_ids, positions, out_seq_lens, out_hidden, out_idx_mapping, block_table, slot_mapping),
             *(*sizes, hidden.stride(0), out_hidden.stride(0), block_size, max_model_len, position_shift),
             ADVANCE=advance_positions,
             BLOCK_H=launch.block,
@@ -242,13 +122,17 @@ def _prepare_decode_inputs(
         assert last_sampled is not None
         assert next_prefill_tokens is not None
         assert num_sampled is not None
-        tokens = _bonus_token(idx_mapping, last_sampled, next_prefill_tokens, num_sampled)
+        tokens = bonus_token(idx_mapping, last_sampled, next_prefill_tokens, num_sampled)
+    padded = pad_requests_reference(query_start_loc, seq_lens, idx_mapping, num_rejected, tokens, num_rows)
+    query_start_loc, seq_lens, idx_mapping, num_rejected, tokens = padded
     ids, places, lengths, row, slots = prepare_decode_inputs_reference(
-        *target, tokens, block_table, block_size, advance_positions, position_shift, max_model_len
+        hidden, *padded, block_table, block_size, advance_positions, position_shift, max_model_len
     )
     input_ids.copy_(ids)
     positions.copy_(places)
     out_seq_lens.copy_(lengths)
+    if out_idx_mapping is not None:
+        out_idx_mapping.copy_(idx_mapping)
     if hidden.shape[0]:  # a batch of padding alone has no row to copy
         out_hidden.copy_(torch.where((idx_mapping >= 0).unsqueeze(1), hidden[row], out_hidden))
     if slots is not None and slot_mapping is not None:
@@ -429,6 +313,7 @@ def prepare_decode_inputs(
     positions: Tensor,
     out_seq_lens: Tensor,
     out_hidden: Tensor,
+    out_idx_mapping: Tensor | None = None,
     block_table: Tensor | None = None,
     block_size: int | None = None,
     slot_mapping: Tensor | None = None,
@@ -438,8 +323,9 @@ def prepare_decode_inputs(
 
     With constant positions the row is the first draft step itself: position P ("bonus") or P − 1 ("last_computed"),
     keys `0 … P − 1`. A drafter that owns KV runs its step 1 here: position P, P + 1 keys, both clamped to
-    `max_model_len`; where position P does not exist or has no block, its slot is −1 and no key is counted. Padding rows
-    get id 0, position 0, length 0 and slot −1; their hidden row is left alone.
+    `max_model_len`; where position P does not exist or has no block, its slot is −1 and no key is counted. Padding
+    rows, and the outputs' rows past the pass's R, get id 0, position 0, length 0 and slot −1; their hidden row is left
+    alone. So one launch brings a pass into the buffers of a graph of B ≥ R rows.
 
     Args:
         hidden: `[T, H]` hidden states of the pass before: the target's, or draft step 0's.
@@ -454,23 +340,27 @@ def prepare_decode_inputs(
         advance_positions: whether the drafter owns KV.
         draft_position: rotary position of a drafter with constant positions.
         max_model_len: positions end below it.
-        input_ids: `[R]` written.
-        positions: `[R]` written.
-        out_seq_lens: `[R]` int32, written.
-        out_hidden: `[R, H]` written.
-        block_table: `[R, M]`; with the next two, slots are written in the same launch.
+        input_ids: `[B]` written.
+        positions: `[B]` written.
+        out_seq_lens: `[B]` int32, written.
+        out_hidden: `[B, H]` written.
+        out_idx_mapping: `[B]` written: `idx_mapping`, −1 past its end.
+        block_table: `[B, M]`; with the next two, slots are written in the same launch.
         block_size: tokens a block.
-        slot_mapping: `[R]` int64, written.
+        slot_mapping: `[B]` int64, written.
         impl: "auto", "triton" or "eager".
     """
-    device, num_reqs = hidden.device, idx_mapping.shape[0]
+    device, num_reqs, num_rows = hidden.device, idx_mapping.shape[0], out_hidden.shape[0]
     check_tensor("hidden", hidden, shape=("T", "H"), dtype=FLOATS)
-    check_tensor("out_hidden", out_hidden, shape=(num_reqs, hidden.shape[1]), dtype=hidden.dtype, device=device)
+    check_tensor("out_hidden", out_hidden, shape=("B", hidden.shape[1]), dtype=hidden.dtype, device=device)
     check_tensor("out_seq_lens", out_seq_lens, dtype=torch.int32)
     _check_ints(device, num_reqs + 1, query_start_loc=query_start_loc)
     _check_ints(device, num_reqs, seq_lens=seq_lens, idx_mapping=idx_mapping, num_rejected=num_rejected)
     _check_ints(device, num_reqs, tokens=tokens, num_sampled=num_sampled)
-    _check_ints(device, num_reqs, input_ids=input_ids, positions=positions, out_seq_lens=out_seq_lens)
+    _check_ints(device, num_rows, input_ids=input_ids, positions=positions, out_seq_lens=out_seq_lens)
+    _check_ints(device, num_rows, out_idx_mapping=out_idx_mapping)
+    if num_rows < num_reqs:
+        raise ValueError(f"out_hidden: got {num_rows} rows, needs at least {num_reqs}")
     _check_ints(device, "S", last_sampled=last_sampled, next_prefill_tokens=next_prefill_tokens)
     bonus_rule = last_sampled is not None and next_prefill_tokens is not None and num_sampled is not None
     if tokens is None and not bonus_rule:
@@ -478,13 +368,13 @@ def prepare_decode_inputs(
     if draft_position not in ("bonus", "last_computed"):
         raise ValueError(f"draft_position: got {draft_position!r}, needs 'bonus' or 'last_computed'")
     _check_positive(max_model_len=max_model_len)
-    _check_slots(block_table, block_size, slot_mapping, num_reqs, device)
+    _check_slots(block_table, block_size, slot_mapping, num_rows, device)
     triton = use_triton(impl, hidden)
-    if num_reqs:
+    if num_rows:
         _prepare_decode_inputs(
             *(hidden, query_start_loc, seq_lens, idx_mapping, num_rejected),
             *(tokens, last_sampled, next_prefill_tokens, num_sampled),
-            *(input_ids, positions, out_seq_lens, out_hidden, block_table, slot_mapping),
+            *(input_ids, positions, out_seq_lens, out_hidden, out_idx_mapping, block_table, slot_mapping),
             *(block_size or 1, max_model_len, -1 if draft_position == "last_computed" and not advance_positions else 0),
             *(advance_positions, triton),
         )

@@ -314,12 +314,11 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         batch, hidden = self.repeat_rows(batch, verify, hidden)
         wanted = Bucket(batch.num_tokens, batch.num_reqs, max(batch.max_query_len, 1), steps)
         wanted, eager = self.agree(wanted, eager=multimodal is not None)
+        self.stage_sampling(sampling)
         if self.writes_draft_kv:
-            self.stage(batch, verify, sampling)
             self._run_owning(batch, verify, hidden, multimodal, wanted, eager)
         elif wanted.num_steps:
-            self.stage(batch, verify, sampling)
-            self._run_reading(verify, hidden, wanted, eager)
+            self._run_reading(batch, verify, hidden, wanted, eager)
         return self.drafts[:steps, : batch.num_reqs].t()
 
     def wanted_steps(self, num_speculative_tokens: int | None) -> int:
@@ -374,7 +373,9 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
             self._row_views[reqs] = (self.passed.rows(reqs), self.step.rows(reqs))
         return self._row_views[reqs]
 
-    def _run_reading(self, verify: VerifyResult, hidden: Tensor, wanted: Bucket, eager: bool) -> None:
+    def _run_reading(
+        self, batch: InputBatch, verify: VerifyResult, hidden: Tensor, wanted: Bucket, eager: bool
+    ) -> None:
         """Every step of a drafter that owns no keys, from each request's last accepted row of `hidden`."""
         wanted = Bucket(wanted.num_reqs, wanted.num_reqs, 1, wanted.num_steps)
         graph = None if eager else self.decode_graphs.find(wanted)
@@ -382,13 +383,13 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         passed, step = self._rows(bucket.num_reqs)
         prepare_decode_inputs(
             hidden,
-            passed.query_start_loc,
-            passed.seq_lens,
-            passed.idx_mapping,
-            passed.num_rejected,
+            batch.query_start_loc,
+            batch.seq_lens,
+            batch.idx_mapping,
+            verify.num_rejected,
             last_sampled=verify.last_sampled,
             next_prefill_tokens=verify.next_prefill_tokens,
-            num_sampled=passed.num_sampled,
+            num_sampled=verify.num_sampled,
             advance_positions=False,
             draft_position=self.config.draft_position,
             max_model_len=self.config.max_model_len,
@@ -396,6 +397,7 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
             positions=step.positions,
             out_seq_lens=step.seq_lens,
             out_hidden=step.hidden,
+            out_idx_mapping=passed.idx_mapping,
         )
         if graph:
             self.decode_graphs.replay(graph)
@@ -412,6 +414,7 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         eager: bool,
     ) -> None:
         """Step 0 over the whole pass, then the others: one graph for verify batches, two calls for mixed ones."""
+        self.stage_requests(batch, verify)
         whole = None if eager else self.verify_graphs.find(wanted)
         if whole:
             self._stage_tokens(batch, verify, hidden, whole)
@@ -472,16 +475,19 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         output = self.run_model(*arguments, **options)
         return output if self.model_returns_tuple else (output, output)  # type: ignore[return-value]
 
-    def _block_tables(self, reqs: int) -> tuple[Tensor, ...]:
-        passed, _ = self._rows(reqs)
-        return self.kv.block_tables(passed.idx_mapping, [table[:reqs] for table in self.block_tables], self.groups)
+    def _stage_slots(self, reqs: int) -> None:
+        """What a slot's place brings: its blocks, and the positions that key its draws.
 
-    def _sampling_positions(self, reqs: int) -> Tensor:
-        """`[K, R]`: draft s comes after token P + s, wherever its query stands."""
+        Draft s comes after token P + s, wherever its query stands.
+        """
         passed, step = self._rows(reqs)
+        self.kv.block_tables(passed.idx_mapping, self._block_tables(reqs), self.groups)
         if self.draft_logits is not None:  # greedy drafts use no random numbers
-            torch.add(passed.seq_lens - passed.num_rejected, self.steps[:, None], out=step.sampling_positions)
-        return step.sampling_positions
+            lengths = passed.seq_lens - passed.num_rejected if self.writes_draft_kv else step.seq_lens
+            torch.add(lengths, self.steps[:, None], out=step.sampling_positions)
+
+    def _block_tables(self, reqs: int) -> tuple[Tensor, ...]:
+        return tuple(table[:reqs] for table in self.block_tables)
 
     def _prefill(self, bucket: Bucket, inputs_embeds: Tensor | None = None) -> None:
         """Draft step 0 over the pass's tokens, and the inputs of step 1; with no steps, its keys alone."""
@@ -490,6 +496,7 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         idx_mapping, num_rejected = passed.idx_mapping, passed.num_rejected
         requests = (passed.query_start_loc, passed.seq_lens)
         positions = prefill.positions[:tokens]
+        self._stage_slots(reqs)
         tables = self._block_tables(reqs)
         slots: dict[str, Any] = {"block_size": self.kv.block_size, "max_model_len": self.config.max_model_len}
         slot_mapping = compute_slot_mapping(
@@ -503,7 +510,7 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         )
         batch = AttentionBatch(*requests, tables, (slot_mapping,) * len(tables), bucket.max_query_len, self.attention)
         input_ids, last = prefill.input_ids[:tokens], prefill.last_token_indices[:reqs]
-        hidden, keys = self.combine_hidden_states(prefill.hidden[:tokens]), self._sampling_positions(reqs)
+        hidden = self.combine_hidden_states(prefill.hidden[:tokens])
         drafted: Tensor | None = None
         for number in range(max(1, min(self.prefill_steps, bucket.num_steps))):
             if drafted is not None:
@@ -513,7 +520,7 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
             )
             if bucket.num_steps:
                 last_hidden = draft_hidden.index_select(0, last)
-                drafted = self.sample_draft(last_hidden, idx_mapping, keys[number], number)
+                drafted = self.sample_draft(last_hidden, idx_mapping, step.sampling_positions[number], number)
         if self.prefill_steps > 1 or not bucket.num_steps:
             return
         prepare_decode_inputs(
@@ -537,18 +544,20 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         self._decode(bucket)
 
     def _decode(self, bucket: Bucket) -> None:
-        """Draft steps of one row a request: all but the prefill."""
+        """Draft steps of one row a request: all but the prefill, which has staged what they need of the slots."""
         first = self.prefill_steps
         if bucket.num_steps <= first:
             return
         passed, step = self._rows(bucket.num_reqs)
-        tables, keys = self._block_tables(bucket.num_reqs), self._sampling_positions(bucket.num_reqs)
+        if not self.writes_draft_kv:
+            self._stage_slots(bucket.num_reqs)
+        tables = self._block_tables(bucket.num_reqs)
         slot_mappings = (step.slot_mapping,) * len(tables) if self.writes_draft_kv else None
         batch = AttentionBatch(step.query_start_loc, step.seq_lens, tables, slot_mappings, 1, self.attention)
         tokens = step.input_ids
         for number in range(first, bucket.num_steps):
             draft_hidden, hidden = self._forward(tokens, step.positions, step.hidden, batch, number)
-            tokens = self.sample_draft(draft_hidden, passed.idx_mapping, keys[number], number)
+            tokens = self.sample_draft(draft_hidden, passed.idx_mapping, step.sampling_positions[number], number)
             if self.advance_draft_positions and number + 1 < bucket.num_steps:
                 update_draft_inputs(
                     tokens,

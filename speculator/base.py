@@ -193,8 +193,8 @@ class DraftModelSpeculator(BaseSpeculator):
         *largest, any_eager = sizes.tolist()
         return Bucket(*largest), bool(any_eager)
 
-    def stage(self, batch: InputBatch, verify: VerifyResult, sampling: SamplingState) -> None:
-        """Bring what the graphs read of the target's pass into their buffers."""
+    def stage_requests(self, batch: InputBatch, verify: VerifyResult) -> None:
+        """Bring what graphs read of the pass's requests into its buffers."""
         passed = self.passed
         pad_requests(
             batch.query_start_loc,
@@ -208,9 +208,14 @@ class DraftModelSpeculator(BaseSpeculator):
             out_num_sampled=passed.num_sampled,
             out_num_rejected=passed.num_rejected,
         )
-        if self.draft_logits is not None:
-            slots = passed.sampling.temperature.shape
-            check_tensor("sampling.temperature", sampling.temperature, shape=slots, dtype=torch.float32)
-            check_tensor("sampling.seeds", sampling.seeds, shape=slots, dtype=torch.int64)
-            passed.sampling.temperature.copy_(sampling.temperature)
-            passed.sampling.seeds.copy_(sampling.seeds)
+
+    def stage_sampling(self, sampling: SamplingState) -> None:
+        """Bring what graphs read of how to sample into its buffers; greedy drafts read nothing."""
+        if self.draft_logits is None:
+            return
+        passed = self.passed
+        slots = passed.sampling.temperature.shape
+        check_tensor("sampling.temperature", sampling.temperature, shape=slots, dtype=torch.float32)
+        check_tensor("sampling.seeds", sampling.seeds, shape=slots, dtype=torch.int64)
+        passed.sampling.temperature.copy_(sampling.temperature)
+        passed.sampling.seeds.copy_(sampling.seeds)

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tridraft.kernels.draft_inputs import last_accepted_row, request_of_row
+from tridraft.kernels._draft_inputs_reference import last_accepted_row, request_of_row
 from tridraft.speculator.batch import InputBatch
 
 

@@ -15,8 +15,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from tridraft.kernels._draft_inputs_reference import request_of_row
 from tridraft.kernels._op import cdiv
-from tridraft.kernels.draft_inputs import compute_slot_mapping, request_of_row
+from tridraft.kernels.draft_inputs import compute_slot_mapping
 from tridraft.kernels.rejection import rejection_sample
 from tridraft.models.hf_target import HFTarget, TargetOutput
 from tridraft.models.paged import AttentionBatch

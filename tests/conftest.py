@@ -73,3 +73,13 @@ def _poison_empty(monkeypatch):
     for name in ("empty", "empty_like", "empty_strided"):
         wrap(torch, name)
     wrap(torch.Tensor, "new_empty")
+
+
+@pytest.fixture
+def ints(device):
+    """Makes a tensor of integers, int32 unless it is told."""
+
+    def make(values, dtype=torch.int32):
+        return torch.tensor(values, device=device, dtype=dtype)
+
+    return make

@@ -18,14 +18,6 @@ from tridraft.kernels.draft_inputs import (
 GARBAGE = 77777
 
 
-@pytest.fixture
-def ints(device):
-    def make(values, dtype=torch.int32):
-        return torch.tensor(values, device=device, dtype=dtype)
-
-    return make
-
-
 def garbage(shape, device, dtype=torch.int64):
     return torch.full(shape if isinstance(shape, tuple) else (shape,), GARBAGE, device=device, dtype=dtype)
 
@@ -142,6 +134,44 @@ def test_prepare_decode_inputs(advance, draft_position, given_tokens, impl, devi
     assert lengths.tolist() == [length + advance for length in valid] + [0]
     assert torch.equal(out_hidden[:3], hidden[[0, 7, 10]])
     assert torch.equal(out_hidden[3], before)
+
+
+@pytest.mark.parametrize("given_tokens", [False, True])
+def test_rows_past_the_pass_are_padding(given_tokens, impl, device, ints):
+    """C4: a graph of 5 rows gets a pass of 2, whose slots are not its rows, after a larger one left its values."""
+    hidden, out_hidden = torch.randn(6, 24, device=device), torch.full((5, 24), 5.0, device=device)
+    ids, positions, slots = garbage(5, device), garbage(5, device), garbage(5, device)
+    lengths, mapping = garbage(5, device, torch.int32), garbage(5, device, torch.int32)
+    state = torch.arange(8, device=device)
+    prepare_decode_inputs(
+        hidden,
+        ints([0, 4, 6]),
+        ints([20, 9]),
+        ints([6, 1]),
+        ints([2, 0]),
+        tokens=ints([31, 32], torch.int64) if given_tokens else None,
+        last_sampled=900 + state,
+        next_prefill_tokens=500 + state,
+        num_sampled=ints([2, 0]),
+        advance_positions=True,
+        max_model_len=64,
+        input_ids=ids,
+        positions=positions,
+        out_seq_lens=lengths,
+        out_hidden=out_hidden,
+        out_idx_mapping=mapping,
+        block_table=ints([[3, 4], [6, 7], *[[GARBAGE] * 2] * 3]),
+        block_size=16,
+        slot_mapping=slots,
+        impl=impl,
+    )
+    assert ids.tolist() == ([31, 32, 0, 0, 0] if given_tokens else [906, 501, 0, 0, 0])
+    assert positions.tolist() == [18, 9, 0, 0, 0]
+    assert lengths.tolist() == [19, 10, 0, 0, 0]
+    assert mapping.tolist() == [6, 1, -1, -1, -1]
+    assert slots.tolist() == [4 * 16 + 2, 6 * 16 + 9, -1, -1, -1]
+    assert torch.equal(out_hidden[:2], hidden[[1, 5]])
+    assert out_hidden[2:].eq(5).all()
 
 
 def test_a_stale_count_stays_in_its_row(impl, device, ints):
@@ -291,73 +321,6 @@ def test_update_without_a_hidden_state(impl, device, ints):
     assert (ids.tolist(), positions.tolist(), lengths.tolist()) == ([7, 8], [5, 6], [6, 7])
 
 
-def slots_by_loop(positions, starts, table, block_size, slots, rejected, max_model_len):
-    """`compute_slot_mapping` in Python lists."""
-    out = [-1] * len(positions)
-    for r, row in enumerate(table):
-        if slots[r] < 0:
-            continue
-        for t in range(starts[r], starts[r + 1] - rejected[r]):
-            column = positions[t] // block_size
-            if 0 <= positions[t] < max_model_len and column < len(row) and row[column] >= 0:
-                out[t] = row[column] * block_size + positions[t] % block_size
-    return out
-
-
-@pytest.mark.parametrize("block_size", [1, 16, 24])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_compute_slot_mapping(block_size, dtype, impl, device, ints):
-    starts, slots, rejected = [0, 3, 7, 9, 9, 9], [2, 0, -1, 1, -1], [1, 0, 0, 0, 0]
-    positions = [0, 1, 2, 14, 15, 16, 17, 5, 6, GARBAGE, -1]
-    wide = [[(7 * r + 3 * c) % 50 - (c == 2) * 60 for c in range(24)] for r in range(5)]
-    table = ints(wide, dtype)[:, 2:22]
-    out = compute_slot_mapping(
-        ints(positions, torch.int64),
-        ints(starts, dtype),
-        table,
-        block_size,
-        idx_mapping=ints(slots, dtype),
-        num_rejected=ints(rejected, dtype),
-        max_model_len=17,
-        impl=impl,
-    )
-    assert out.tolist() == slots_by_loop(positions, starts, table.tolist(), block_size, slots, rejected, 17)
-
-
-def test_compute_slot_mapping_fills_a_longer_out(impl, device, ints):
-    out = garbage(600, device)
-    positions = torch.arange(300, device=device)
-    result = compute_slot_mapping(
-        positions, ints([0, 300]), ints([[5, 6, 7]]), 128, max_model_len=290, out=out, impl=impl
-    )
-    assert result is out
-    expected = [640 + p if p < 290 else -1 for p in range(300)]
-    assert out.tolist() == expected + [-1] * 300
-
-
-def test_slots_beyond_two_to_the_31(impl, device, ints):
-    """C22: a slot is int64 from the block id on."""
-    table = ints([[2**27]])
-    slots = compute_slot_mapping(ints([3]), ints([0, 1]), table, 64, max_model_len=64, impl=impl)
-    assert slots.tolist() == [2**33 + 3]
-    ids, positions, lengths, slots = garbage(1, device), ints([2]), ints([3]), garbage(1, device)
-    update_draft_inputs(
-        ints([1]),
-        None,
-        ints([0]),
-        advance_positions=True,
-        max_model_len=64,
-        input_ids=ids,
-        positions=positions,
-        seq_lens=lengths,
-        block_table=table,
-        block_size=64,
-        slot_mapping=slots,
-        impl=impl,
-    )
-    assert slots.tolist() == [2**33 + 3]
-
-
 def test_empty_batches(impl, device, ints):
     none = ints([])
     ids, positions = garbage(3, device), garbage(3, device)
@@ -417,6 +380,9 @@ def test_refusals_name_the_argument(device, ints):
         prepare_decode_inputs(*arguments, tokens=one, draft_position="last", **decode)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="out_hidden: got float16"):
         prepare_decode_inputs(*arguments, tokens=one, **{**decode, "out_hidden": out_hidden.half()})
+    none = {name: decode[name][:0] for name in ("input_ids", "positions", "out_seq_lens", "out_hidden")}
+    with pytest.raises(ValueError, match="out_hidden: got 0 rows, needs at least 1"):
+        prepare_decode_inputs(*arguments, tokens=one, **{**decode, **none})
     with pytest.raises(ValueError, match="block_table, block_size, slot_mapping"):
         prepare_decode_inputs(*arguments, tokens=one, block_size=16, **decode)
     with pytest.raises(ValueError, match=r"query_start_loc: got shape \[1\], needs \[2\]"):
@@ -496,7 +462,7 @@ def test_opcheck(hidden_size, device, monkeypatch):
     state = (inputs["last_sampled"], inputs["next_prefill_tokens"], inputs["num_sampled"])
     outputs = (last.clone(), last.clone(), lengths, out_hidden)
     for slot in ((table, slots), (None, None)):
-        args = (hidden, *requests, None, *state, *outputs, *slot, 16, 64, 0, True, triton)
+        args = (hidden, *requests, None, *state, *outputs, lengths.clone(), *slot, 16, 64, 0, True, triton)
         torch.library.opcheck(ops.prepare_decode_inputs.default, args)
         args = (last, hidden[:2], requests[2], *outputs, *slot, 16, 64, True, triton)
         torch.library.opcheck(ops.update_draft_inputs.default, args)

@@ -55,12 +55,8 @@ def test_slots_beyond_two_to_the_31(impl, device, ints):
     table = ints([[2**27]])
     slots = compute_slot_mapping(ints([3]), ints([0, 1]), table, 64, max_model_len=64, impl=impl)
     assert slots.tolist() == [2**33 + 3]
-    ids, positions, lengths, slots = (
-        torch.full((1,), 77777, device=device),
-        ints([2]),
-        ints([3]),
-        torch.full((1,), 77777, device=device),
-    )
+    ids, positions, lengths = ints([0]), ints([2]), ints([3])
+    slots = torch.full((1,), 77777, device=device)
     update_draft_inputs(
         ints([1]),
         None,

@@ -28,6 +28,16 @@ def gated_act_reference(gate_up: Tensor, activation: str) -> Tensor:
 
 
 @triton.jit
+def gated(gate, up, GELU: tl.constexpr):
+    """`act(gate) * up` of float32 values."""
+    exponent = gate
+    if GELU:
+        # (1 + tanh(u)) / 2 is sigmoid(2u): one exponential, and no cancellation where tanh nears −1.
+        exponent = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    return gate / (1.0 + tl.exp(-exponent)) * up
+
+
+@triton.jit
 def _gated_act_kernel(
     gate_up_ptr,  # [T, 2I]
     out_ptr,  # [T, I]
@@ -45,12 +55,7 @@ def _gated_act_kernel(
     gate_ptrs = gate_up_ptr + token * stride_gt + offs_i
     gate = tl.load(gate_ptrs, mask=mask_i, other=0.0).to(tl.float32)
     up = tl.load(gate_ptrs + size, mask=mask_i, other=0.0).to(tl.float32)
-    exponent = gate
-    if GELU:
-        # (1 + tanh(u)) / 2 is sigmoid(2u): one exponential, and no cancellation where tanh nears −1.
-        exponent = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    act = gate / (1.0 + tl.exp(-exponent))
-    tl.store(out_ptr + token * stride_ot + offs_i, (act * up).to(out_ptr.dtype.element_ty), mask=mask_i)
+    tl.store(out_ptr + token * stride_ot + offs_i, gated(gate, up, GELU).to(out_ptr.dtype.element_ty), mask=mask_i)
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,12 @@ def _gated_act(gate_up: Tensor, activation: str, out: Tensor, triton: bool) -> N
         out.copy_(gated_act_reference(gate_up, activation))
 
 
+def check_activation(activation: str) -> None:
+    """Refuse an activation that has no kernel."""
+    if activation not in ("gelu_tanh", "silu"):
+        raise ValueError(f"activation: got {activation!r}, needs 'gelu_tanh' or 'silu'")
+
+
 def gated_act(gate_up: Tensor, *, activation: Activation, out: Tensor | None = None, impl: Impl = "auto") -> Tensor:
     """`act(gate) * up` of a merged projection.
 
@@ -116,8 +127,7 @@ def gated_act(gate_up: Tensor, *, activation: Activation, out: Tensor | None = N
     check_tensor("gate_up", gate_up, shape=("T", "2I"), dtype=FLOATS)
     if gate_up.shape[1] % 2:
         raise ValueError(f"gate_up: got {gate_up.shape[1]} columns, needs an even number (gate, then up)")
-    if activation not in ("gelu_tanh", "silu"):
-        raise ValueError(f"activation: got {activation!r}, needs 'gelu_tanh' or 'silu'")
+    check_activation(activation)
     shape = (gate_up.shape[0], gate_up.shape[1] // 2)
     if out is None:
         out = gate_up.new_empty(shape)

@@ -1,11 +1,13 @@
 """Linear layers of a few rows, as a draft step has them.
 
     out[n, m] = Σ_k x[n, k] · weight[m, k] + bias[m]
+    out[n, m] = act(out[n, m]) · out[n, M + m]            with an activation: gate and up in one weight [2M, K]
 
 At a few rows a product takes the time to read its weights, and a small one less than a launch does. So a program
 owns a few rows of the weight with all their columns, whose sums its threads share: one launch, no partial sums in
-memory. The kernel before does not make the weights, so their first tile is loaded while that one ends (`_pdl.py`). Sums
-run in float32, in an order that depends on the number of rows: with it a result may move by a rounding.
+memory. The kernel before does not make the weights, so their first tile is loaded while that one ends (`_pdl.py`), and
+what later kernels read can be asked for at the same time: the memory is idle while a layer's attention waits for its
+loads. Sums run in float32, in an order that depends on the number of rows: with it a result may move by a rounding.
 """
 
 # Kernels are Triton, not Python: their integers are tensors and their flags constexprs, which a Python checker denies.
@@ -22,11 +24,15 @@ from torch import Tensor
 
 from tridraft.kernels._op import FLOATS, Arch, Impl, arch_of, cdiv, check_tensor, next_power_of_2, register, use_triton
 from tridraft.kernels._pdl import pdl_options, pdl_wait
+from tridraft.kernels.activation import Activation, check_activation, gated, gated_act, gated_act_reference
 
 
-def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The definition; PyTorch sums in float32 and rounds once."""
-    return torch.nn.functional.linear(x, weight, bias)
+def linear_reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Activation | None = None
+) -> Tensor:
+    """The definition; PyTorch sums in float32 and rounds once, the activation's result again."""
+    projected = torch.nn.functional.linear(x, weight, bias)
+    return projected if activation is None else gated_act_reference(projected, activation)
 
 
 @triton.jit
@@ -40,18 +46,53 @@ def _accumulate(weight, x, acc, SPLIT: tl.constexpr):
     return acc
 
 
+@triton.jit
+def _total(acc, bias_ptr, offs_m, out_features, SPLIT: tl.constexpr):
+    """The sums of all threads [BLOCK_M, BLOCK_N], with the bias."""
+    sums = tl.sum(acc, axis=0 if SPLIT > 1 else 2)
+    if bias_ptr is not None:
+        sums += tl.load(bias_ptr + offs_m, mask=offs_m < out_features, other=0.0).to(tl.float32)[:, None]
+    return sums
+
+
+@triton.jit
+def _load(pointers, cols, end, EVEN: tl.constexpr):
+    return tl.load(pointers) if EVEN else tl.load(pointers, mask=cols < end, other=0.0)
+
+
+@triton.jit
+def _prefetch(base_ptr, num_bytes, NUM_THREADS: tl.constexpr):
+    """Have the memory brought into L2, a piece by each thread of the grid; nothing waits for it."""
+    program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    programs = tl.num_programs(0) * tl.num_programs(1)
+    piece = tl.cdiv(tl.cdiv(num_bytes, programs * NUM_THREADS), 16) * 16
+    offset = (program * NUM_THREADS + tl.arange(0, NUM_THREADS)) * piece
+    size = tl.minimum(tl.maximum(num_bytes - offset, 0), piece)
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [base_ptr.to(tl.int64) + offset, size],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
 @triton.jit(do_not_specialize=["num_rows", "out_features"])
 def _linear_kernel(
     x_ptr,  # [N, K]
-    weight_ptr,  # [M, K]
-    bias_ptr,  # [M] or None
+    weight_ptr,  # [M, K], or [2M, K]: gate, then up
+    bias_ptr,  # [M] or [2M], or None
     out_ptr,  # [N, M]
+    prefetch_ptr,  # any, or None
     num_rows,
     out_features,
     in_features,
     stride_xn,
     stride_wm,
     stride_on,
+    prefetch_bytes,
+    ACTIVATION: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -59,6 +100,7 @@ def _linear_kernel(
     EVEN_K: tl.constexpr,
     SPLIT: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    NUM_THREADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -80,22 +122,31 @@ def _linear_kernel(
         weight_ptrs = weight_ptr + weight_rows[:, None, None] + weight_cols
         x_ptrs = x_ptr + x_rows[None, :, None] + x_cols
         acc = tl.zeros((BLOCK_M, BLOCK_N, BLOCK_K // 8), tl.float32)
-    first = tl.load(weight_ptrs) if EVEN_K else tl.load(weight_ptrs, mask=weight_cols < in_features, other=0.0)
+    first = _load(weight_ptrs, weight_cols, in_features, EVEN_K)
+    if ACTIVATION is not None:
+        up_ptrs = weight_ptrs + out_features.to(tl.int64) * stride_wm
+        up_acc = acc
+        first_up = _load(up_ptrs, weight_cols, in_features, EVEN_K)
+    if prefetch_ptr is not None:
+        _prefetch(prefetch_ptr, prefetch_bytes, NUM_THREADS)
     pdl_wait(PDL)
     # The first tile's turn comes last, and the other loads go out before anything waits for one.
-    x = tl.load(x_ptrs) if EVEN_K else tl.load(x_ptrs, mask=x_cols < in_features, other=0.0)
+    x = _load(x_ptrs, x_cols, in_features, EVEN_K)
     for block in tl.range(1, NUM_BLOCKS_K, num_stages=NUM_STAGES):
         start = block * BLOCK_K
-        if EVEN_K:
-            weight, later_x = tl.load(weight_ptrs + start), tl.load(x_ptrs + start)
-        else:
-            weight = tl.load(weight_ptrs + start, mask=weight_cols < in_features - start, other=0.0)
-            later_x = tl.load(x_ptrs + start, mask=x_cols < in_features - start, other=0.0)
+        weight = _load(weight_ptrs + start, weight_cols, in_features - start, EVEN_K)
+        later_x = _load(x_ptrs + start, x_cols, in_features - start, EVEN_K)
         acc = _accumulate(weight, later_x, acc, SPLIT)
-    acc = _accumulate(first, x, acc, SPLIT)
-    sums = tl.sum(acc, axis=0 if SPLIT > 1 else 2)
-    if bias_ptr is not None:
-        sums += tl.load(bias_ptr + offs_m, mask=offs_m < out_features, other=0.0).to(tl.float32)[:, None]
+        if ACTIVATION is not None:
+            up_weight = _load(up_ptrs + start, weight_cols, in_features - start, EVEN_K)
+            up_acc = _accumulate(up_weight, later_x, up_acc, SPLIT)
+    sums = _total(_accumulate(first, x, acc, SPLIT), bias_ptr, offs_m, out_features, SPLIT)
+    if ACTIVATION is not None:
+        up_bias_ptr = bias_ptr + out_features if bias_ptr is not None else None
+        up_sums = _total(_accumulate(first_up, x, up_acc, SPLIT), up_bias_ptr, offs_m, out_features, SPLIT)
+        # Rounded as a projection's result is.
+        gate, up = sums.to(x.dtype).to(tl.float32), up_sums.to(x.dtype).to(tl.float32)
+        sums = gated(gate, up, ACTIVATION == "gelu_tanh")
     out_ptrs = out_ptr + offs_n.to(tl.int64)[None, :] * stride_on + offs_m[:, None]
     mask = (offs_m < out_features)[:, None] & (offs_n < num_rows)[None, :]
     tl.store(out_ptrs, sums.to(out_ptr.dtype.element_ty), mask=mask)
@@ -173,31 +224,53 @@ def linear_config(num_rows: int, out_features: int, in_features: int, dtype: tor
     return config
 
 
-def _launch_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    (num_rows, in_features), out_features = x.shape, weight.shape[0]
+PREFETCH_BYTES = 2**22
+"""Weights of fewer bytes are taken to be in L2 since the step before."""
+
+
+def _launch_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation | None, prefetch: Tensor | None, out: Tensor
+) -> None:
+    (num_rows, in_features), out_features = x.shape, out.shape[1]
     arch = arch_of(x.device)
-    config = linear_config(num_rows, out_features, in_features, x.dtype, arch)
+    config = linear_config(num_rows, weight.shape[0], in_features, x.dtype, arch)
+    block_m = config.block_m if activation is None else max(config.block_m // 2, 1)
     num_blocks_k = max(cdiv(in_features, config.block_k), 1)
-    launch: Any = _linear_kernel[(cdiv(out_features, config.block_m), cdiv(num_rows, config.block_n))]
+    options = pdl_options(arch)
+    if prefetch is not None and not (options["PDL"] and prefetch.nbytes >= PREFETCH_BYTES):
+        prefetch = None
+    launch: Any = _linear_kernel[(cdiv(out_features, block_m), cdiv(num_rows, config.block_n))]
     launch(
-        *(x, weight, bias, out, num_rows, out_features, in_features),
-        *(x.stride(0), weight.stride(0), out.stride(0)),
+        *(x, weight, bias, out, prefetch, num_rows, out_features, in_features),
+        *(x.stride(0), weight.stride(0), out.stride(0), 0 if prefetch is None else prefetch.nbytes),
+        ACTIVATION=activation,
         BLOCK_N=config.block_n,
-        BLOCK_M=config.block_m,
+        BLOCK_M=block_m,
         BLOCK_K=config.block_k,
         NUM_BLOCKS_K=num_blocks_k,
         EVEN_K=in_features == num_blocks_k * config.block_k,
         SPLIT=config.num_warps if config.tensor_cores else 1,
         num_warps=config.num_warps,
         NUM_STAGES=config.num_stages,
-        **pdl_options(arch),
+        NUM_THREADS=32 * config.num_warps,
+        **options,
     )
 
 
 @register("linear", mutates=("out",))
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, triton: bool) -> None:
+def _linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    prefetch: Tensor | None,
+    out: Tensor,
+    triton: bool,
+) -> None:
     if triton:
-        _launch_linear(x, weight, bias, out)
+        _launch_linear(x, weight, bias, activation, prefetch, out)
+    elif activation is not None:
+        out.copy_(linear_reference(x, weight, bias, activation))
     elif bias is None:
         torch.mm(x, weight.t(), out=out)
     else:
@@ -205,15 +278,25 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, triton:
 
 
 def linear(
-    x: Tensor, weight: Tensor, *, bias: Tensor | None = None, out: Tensor | None = None, impl: Impl = "auto"
+    x: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    activation: Activation | None = None,
+    prefetch: Tensor | None = None,
+    out: Tensor | None = None,
+    impl: Impl = "auto",
 ) -> Tensor:
-    """`x @ weight.T + bias`, faster than cuBLAS at up to 8 rows.
+    """`x @ weight.T + bias`, or `act(gate) * up` of it, faster than cuBLAS at up to 8 rows.
 
     Args:
         x: `[N, K]` float32, bfloat16 or float16.
-        weight: `[M, K]` in `x`'s dtype. The kernel reads it before the kernel in front of it has ended: what writes it
-            must not be that kernel.
-        bias: `[M]` in `x`'s dtype, or None.
+        weight: `[M, K]` in `x`'s dtype, `[2M, K]` with an activation, the gate's rows first. The kernel reads it before
+            the kernel in front of it has ended: what writes it must not be that kernel.
+        bias: `[M]` or `[2M]` in `x`'s dtype, or None.
+        activation: "gelu_tanh" or "silu", or None.
+        prefetch: a contiguous tensor, at most 1 GiB, that a later kernel reads. On a Hopper GPU it is brought into L2
+            meanwhile, unless it is so small that it will be there.
         out: `[N, M]` in `x`'s dtype, written and returned; must not overlap `x`.
         impl: "triton", "eager" (PyTorch: cuBLAS on a GPU), or "auto" for the faster one that the tensors can run.
 
@@ -229,13 +312,24 @@ def linear(
     out_features = weight.shape[0]
     if bias is not None:
         check_tensor("bias", bias, shape=(out_features,), dtype=x.dtype, device=x.device)
+    if activation is not None:
+        check_activation(activation)
+        if out_features % 2:
+            raise ValueError(f"weight: got {out_features} rows, needs an even number (gate, then up)")
+        out_features //= 2
+    if prefetch is not None:
+        check_tensor("prefetch", prefetch, device=x.device, contiguous_last=False)
+        if not prefetch.is_contiguous() or prefetch.nbytes > 2**30 or (prefetch.data_ptr() | prefetch.nbytes) % 16:
+            raise ValueError("prefetch: needs a contiguous tensor of whole, aligned units of 16 bytes, at most 1 GiB")
     if out is None:
         out = x.new_empty(num_rows, out_features)
     else:
         check_tensor("out", out, shape=(num_rows, out_features), dtype=x.dtype, device=x.device)
     triton = use_triton(impl, x)
-    if impl == "auto" and triton:
-        triton = not uses_cublas(num_rows, out_features, in_features, x.dtype)
+    if impl == "auto" and triton and uses_cublas(num_rows, weight.shape[0], in_features, x.dtype):
+        triton = False
+        if activation is not None:
+            return gated_act(linear(x, weight, bias=bias), activation=activation, out=out)
     if out.numel():
-        _linear(x, weight, bias, out, triton)
+        _linear(x, weight, bias, activation, prefetch, out, triton)
     return out

@@ -57,9 +57,9 @@ def _rms_norm_kernel(
     token = tl.program_id(0).to(tl.int64)
     offs_h = tl.arange(0, BLOCK_H)
     mask_h = offs_h < hidden
+    weight = tl.load(weight_ptr + offs_h, mask=mask_h, other=0.0).to(tl.float32) if weight_ptr is not None else 1.0
     pdl_wait(PDL)
     x = tl.load(x_ptr + token * stride_xt + offs_h, mask=mask_h, other=0.0)
-    weight = tl.load(weight_ptr + offs_h, mask=mask_h, other=0.0).to(tl.float32) if weight_ptr is not None else 1.0
     normed = _rms(x.to(tl.float32), eps, hidden) * weight
     tl.store(out_ptr + token * stride_ot + offs_h, normed.to(out_ptr.dtype.element_ty), mask=mask_h)
 
@@ -85,18 +85,20 @@ def _add_rms_norm_kernel(
     token = tl.program_id(0).to(tl.int64)
     offs_h = tl.arange(0, BLOCK_H)
     mask_h = offs_h < hidden
+    # After the wait the weights would queue behind those of the layer that this norm lets start.
+    weight = tl.load(weight_ptr + offs_h, mask=mask_h, other=0.0)
+    post_weight = tl.load(post_weight_ptr + offs_h, mask=mask_h, other=0.0) if post_weight_ptr is not None else 1.0
+    scale = tl.load(scale_ptr).to(tl.float32) if scale_ptr is not None else 1.0
     pdl_wait(PDL)
     # Every load is issued before the first reduction waits for one.
     x = tl.load(x_ptr + token * stride_xt + offs_h, mask=mask_h, other=0.0)
     residual = tl.load(residual_ptr + token * stride_rt + offs_h, mask=mask_h, other=0.0)
-    weight = tl.load(weight_ptr + offs_h, mask=mask_h, other=0.0)
     branch = x.to(tl.float32)
     if post_weight_ptr is not None:
-        post_weight = tl.load(post_weight_ptr + offs_h, mask=mask_h, other=0.0)
         branch = _rms(branch, eps, hidden) * post_weight.to(tl.float32)
     stream = residual.to(tl.float32) + branch
     if scale_ptr is not None:
-        stream *= tl.load(scale_ptr).to(tl.float32)
+        stream *= scale
     stream = stream.to(stream_ptr.dtype.element_ty)
     tl.store(stream_ptr + token * stride_st + offs_h, stream, mask=mask_h)
     normed = _rms(stream.to(tl.float32), eps, hidden) * weight.to(tl.float32)

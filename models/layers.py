@@ -6,18 +6,17 @@ Weights are allocated uninitialised and never require gradients; a model fills t
 import math
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tridraft.kernels.activation import gated_act
+from tridraft.kernels.activation import Activation
 from tridraft.kernels.kv_cache import qk_norm_rope
 from tridraft.kernels.linear import linear
 from tridraft.kernels.norm import add_rms_norm, rms_norm
 from tridraft.models.paged import AttentionBatch, KVSpec, LayerKV
 
-Activation = Literal["gelu_tanh", "silu"]
 ACTIVATIONS: dict[str, Activation] = {"gelu_pytorch_tanh": "gelu_tanh", "silu": "silu"}
 """Our name for each activation a checkpoint's config may name."""
 
@@ -42,9 +41,16 @@ class Linear(nn.Module):
         weight = self.weight
         self.bias = empty_weight(len(weight), dtype=weight.dtype, device=weight.device) if present else None
 
-    def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """From x [T, in] to [T, out], written to `out` (any row stride) when given."""
-        return linear(x, self.weight, bias=self.bias, out=out)
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        activation: Activation | None = None,
+        prefetch: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """From x [T, in] to [T, out], half as wide with an activation; the options are those of `linear`."""
+        return linear(x, self.weight, bias=self.bias, activation=activation, prefetch=prefetch, out=out)
 
 
 class MergedLinear(Linear):
@@ -74,7 +80,7 @@ def add_norm(x: Tensor, residual: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor
 
 
 class GatedMLP(nn.Module):
-    """`down(act(gate(x)) * up(x))`, with gate and up in one weight: one matrix product, one activation launch."""
+    """`down(act(gate(x)) * up(x))`, with gate and up in one weight."""
 
     def __init__(self, size: int, intermediate: int, activation: Activation, *, dtype=None, device=None) -> None:
         super().__init__()
@@ -85,7 +91,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """From x [T, size] to [T, size]."""
-        return self.down_proj(gated_act(self.gate_up_proj(x), activation=self.activation))
+        return self.down_proj(self.gate_up_proj(x, activation=self.activation))
 
 
 class RotaryFrequencies(nn.Module):

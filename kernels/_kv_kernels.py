@@ -208,6 +208,8 @@ def qk_norm_rope_kernel(
     rest_size: tl.constexpr = REST if REST > 0 else 1
     offs_r = 2 * ROTARY + tl.broadcast_to(tl.arange(0, rest_size)[None, :], HEADS, rest_size)
     mask_d = offs_d < ROTARY
+    inv_freq = tl.load(inv_freq_ptr + offs_d, mask=mask_d, other=0.0)
+    position = tl.load(positions_ptr + token).to(tl.float32)
     pdl_wait(PDL)
     q_ptr += token * stride_qt
     out_ptr += token * stride_ot
@@ -235,8 +237,7 @@ def qk_norm_rope_kernel(
         inverse_scale *= _inverse_scale(v_scale_ptr, offs_h, mask_h & is_v, stride_vs)
         if tile == first_tile:
             # Once a program; not before the loop, where the wait for the position would hold up the first tile's loads.
-            inv_freq = tl.load(inv_freq_ptr + offs_d, mask=mask_d, other=0.0)
-            sin, cos = sin_cos(tl.load(positions_ptr + token).to(tl.float32) * inv_freq)
+            sin, cos = sin_cos(position * inv_freq)
         squares = tl.sum(left * left + right * right, axis=1, keep_dims=True)
         if REST > 0:
             squares += tl.sum(rest * rest, axis=1, keep_dims=True)

@@ -3,12 +3,12 @@
 A decode step is a chain of kernels of 1 to 2 µs in which the launch itself is a large part. From sm_90 on, a kernel
 launched with `launch_pdl=True` may start before its predecessor has ended, provided it waits before it touches memory:
 
-- `pdl_wait` comes first in a kernel, before every load and store but those below, in every program. It returns when the
-  predecessor has ended and its writes are visible; its own predecessors had ended before it passed its wait, so the
-  order of a stream holds through any chain of such kernels. Then it lets the successor be set up, which will wait in
-  turn.
-- Weights may be loaded before the wait, and so come while the predecessor ends, where no kernel of the stream writes
-  them: a checkpoint is loaded long before. What the predecessor itself had written could be read stale.
+- `pdl_wait` comes before every store and every load but those below, in every program. It returns when the predecessor
+  has ended and its writes are visible; its own predecessors had ended before it passed its wait, so the order of a
+  stream holds through any chain of such kernels. Then it lets the successor be set up, which will wait in turn.
+- What the predecessor does not write may be loaded before the wait, and so comes while it ends: weights, positions,
+  block tables. (What kernels before it wrote is there: it had waited for them itself.) What it does write could be read
+  stale, so an operation names the inputs that it reads early.
 - A successor launched without the option (PyTorch's own kernels) starts when this one has ended, as always.
 """
 

@@ -3,7 +3,8 @@
     rms(x)[h] = x[h] / sqrt(mean(x²) + eps)
 
 The weight multiplies as it is (not `1 + weight`). Everything between a load and a store is float32, so a fused
-operation rounds once where a chain of PyTorch operations rounds at every step.
+operation rounds once where a chain of PyTorch operations rounds at every step. Weights and scale are read before the
+kernel in front has ended (`_pdl.py`): that one must not write them.
 """
 
 from dataclasses import dataclass

@@ -43,9 +43,14 @@ def prefill_inputs_kernel(
     next_prefill_ptr,  # [S] int
     num_sampled_ptr,  # [R] int
     num_rejected_ptr,  # [R] int
+    seq_lens_ptr,  # [R] int, or None as the last four outputs are
     input_ids_ptr,  # [num_rows] int
     positions_ptr,  # [num_rows] int
-    last_token_indices_ptr,  # [R] int
+    last_token_indices_ptr,  # [B] int
+    out_query_start_loc_ptr,  # [B + 1] int
+    out_seq_lens_ptr,  # [B] int
+    out_idx_mapping_ptr,  # [B] int
+    out_num_rejected_ptr,  # [B] int
     num_reqs,
     num_tokens,
     num_rows,
@@ -53,13 +58,14 @@ def prefill_inputs_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (r, s) writes every s-th block of request r's rows; request R stands for the rows behind the last."""
+    """Program (r, s) writes every s-th block of request r's rows; request R of B stands for the rows behind the last."""
     pdl_wait(PDL)
     request = tl.program_id(0)
     split = tl.program_id(1)
     is_request = request < num_reqs
-    begin = tl.load(query_start_loc_ptr + request)
-    end = tl.load(query_start_loc_ptr + request + 1, mask=is_request, other=num_rows)
+    begin = tl.load(query_start_loc_ptr + tl.minimum(request, num_reqs))
+    end = tl.load(query_start_loc_ptr + request + 1, mask=is_request, other=0)
+    end = tl.where(is_request, end, tl.where(request == num_reqs, num_rows, begin))
     slot = tl.load(idx_mapping_ptr + request, mask=is_request, other=-1)
     tl.device_assert(slot < num_slots, "idx_mapping: slot out of range")
     live = slot >= 0
@@ -68,8 +74,16 @@ def prefill_inputs_kernel(
     bonus = _bonus_at(slot, sampled, last_sampled_ptr, next_prefill_ptr, live)
 
     last = tl.where(live, tl.maximum(end - 1 - rejected, begin), -1)
-    index = tl.where(live, tl.minimum(last, num_tokens - 1), 0)
-    tl.store(last_token_indices_ptr + request, index, mask=is_request & (split == 0))
+    if split == 0:
+        is_row = request < tl.num_programs(0) - 1
+        index = tl.where(live, tl.minimum(last, num_tokens - 1), 0)
+        tl.store(last_token_indices_ptr + request, index, mask=is_row)
+        if seq_lens_ptr is not None:
+            length = tl.load(seq_lens_ptr + request, mask=live, other=0)
+            tl.store(out_query_start_loc_ptr + request, begin)
+            tl.store(out_seq_lens_ptr + request, length, mask=is_row)
+            tl.store(out_idx_mapping_ptr + request, slot, mask=is_row)
+            tl.store(out_num_rejected_ptr + request, rejected, mask=is_row)
     for start in range(begin + split * BLOCK, end, tl.num_programs(1) * BLOCK):
         rows = start + tl.arange(0, BLOCK)
         mask = rows < end

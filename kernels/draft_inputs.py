@@ -45,7 +45,10 @@ from tridraft.kernels.pad_requests import pad_requests_reference
 _INTS = (torch.int32, torch.int64)
 
 
-@register("prepare_prefill_inputs", mutates=("input_ids", "positions", "last_token_indices"))
+_PADDED = ("out_query_start_loc", "out_seq_lens", "out_idx_mapping", "out_num_rejected")
+
+
+@register("prepare_prefill_inputs", mutates=("input_ids", "positions", "last_token_indices", *_PADDED))
 def _prepare_prefill_inputs(
     target_input_ids: Tensor,
     target_positions: Tensor,
@@ -55,24 +58,46 @@ def _prepare_prefill_inputs(
     next_prefill_tokens: Tensor,
     num_sampled: Tensor,
     num_rejected: Tensor,
+    seq_lens: Tensor | None,
     input_ids: Tensor,
     positions: Tensor,
     last_token_indices: Tensor,
+    out_query_start_loc: Tensor | None,
+    out_seq_lens: Tensor | None,
+    out_idx_mapping: Tensor | None,
+    out_num_rejected: Tensor | None,
     triton: bool,
 ) -> None:
     num_reqs, num_tokens, num_rows = idx_mapping.shape[0], target_input_ids.shape[0], input_ids.shape[0]
-    target = (target_input_ids, target_positions, query_start_loc, idx_mapping)
-    state = (last_sampled, next_prefill_tokens, num_sampled, num_rejected)
     outputs = (input_ids, positions, last_token_indices)
+    padded = (out_query_start_loc, out_seq_lens, out_idx_mapping, out_num_rejected)
     if triton:
-        launch = token_launch(num_reqs, num_rows)
-        sizes = (num_reqs, num_tokens, num_rows, last_sampled.shape[0])
-        kernel: Any = prefill_inputs_kernel[(num_reqs + 1, launch.splits)]
-        kernel(*target, *state, *outputs, *sizes, BLOCK=launch.block, **launch.options(input_ids))
+        rows = last_token_indices.shape[0]
+        launch = token_launch(rows, num_rows)
+        kernel: Any = prefill_inputs_kernel[(rows + 1, launch.splits)]
+        kernel(
+            *(target_input_ids, target_positions, query_start_loc, idx_mapping, last_sampled, next_prefill_tokens),
+            *(num_sampled, num_rejected, seq_lens, *outputs, *padded),
+            *(num_reqs, num_tokens, num_rows, last_sampled.shape[0]),
+            BLOCK=launch.block,
+            **launch.options(input_ids),
+        )
         return
-    values = prepare_prefill_inputs_reference(*target, *state, num_rows)
+    lengths = torch.zeros_like(idx_mapping) if seq_lens is None else seq_lens
+    requests = pad_requests_reference(
+        query_start_loc, lengths, idx_mapping, num_sampled, num_rejected, last_token_indices.shape[0]
+    )
+    query_start_loc, lengths, idx_mapping, num_sampled, num_rejected = requests
+    values = prepare_prefill_inputs_reference(
+        *(target_input_ids, target_positions, query_start_loc, idx_mapping, last_sampled, next_prefill_tokens),
+        *(num_sampled, num_rejected, num_rows),
+    )
     for output, value in zip(outputs, values, strict=True):
         output.copy_(value)
+    lengths, num_rejected = (count.where(idx_mapping >= 0, 0) for count in (lengths, num_rejected))
+    for output, value in zip(padded, (query_start_loc, lengths, idx_mapping, num_rejected), strict=True):
+        if output is not None:
+            output.copy_(value)
 
 
 @register(
@@ -250,11 +275,17 @@ def prepare_prefill_inputs(
     input_ids: Tensor,
     positions: Tensor,
     last_token_indices: Tensor,
+    seq_lens: Tensor | None = None,
+    out_query_start_loc: Tensor | None = None,
+    out_seq_lens: Tensor | None = None,
+    out_idx_mapping: Tensor | None = None,
+    out_num_rejected: Tensor | None = None,
     impl: Impl = "auto",
 ) -> None:
     """Inputs of draft step 0 over the target's rows: ids shifted left by one, the next token at the last.
 
-    Rejected rows stay in the batch as padding (id 0, position 0), so its shape is the target's.
+    Rejected rows stay in the batch as padding (id 0, position 0), so its shape is the target's. With `seq_lens` and the
+    outputs after it, the same launch brings the pass's requests into the buffers of a graph of B ≥ R rows.
 
     Args:
         target_input_ids: `[T]` tokens of the target pass.
@@ -267,7 +298,12 @@ def prepare_prefill_inputs(
         num_rejected: `[R]` rejected drafts at the end of each request's rows.
         input_ids: `[≥ T]` written, every row.
         positions: `[≥ T]` written, every row.
-        last_token_indices: `[R]` written: row of the last accepted token, 0 for padding.
+        last_token_indices: `[B]` written: row of the last accepted token, 0 for padding.
+        seq_lens: `[R]`, or None as the next four.
+        out_query_start_loc: `[B + 1]` written, padded with the last value.
+        out_seq_lens: `[B]` written, padded with 0.
+        out_idx_mapping: `[B]` written, padded with −1.
+        out_num_rejected: `[B]` written, padded with 0.
         impl: "auto", "triton" or "eager".
 
     >>> def ints(*values): return torch.tensor(values)
@@ -284,15 +320,28 @@ def prepare_prefill_inputs(
     _check_ints(device, num_tokens, target_input_ids=target_input_ids, target_positions=target_positions)
     _check_ints(device, num_reqs + 1, query_start_loc=query_start_loc)
     _check_ints(device, num_reqs, idx_mapping=idx_mapping, num_sampled=num_sampled, num_rejected=num_rejected)
-    _check_ints(device, num_reqs, last_token_indices=last_token_indices)
+    num_padded = last_token_indices.shape[0]
+    _check_ints(device, num_padded, last_token_indices=last_token_indices)
     _check_ints(device, num_slots, last_sampled=last_sampled, next_prefill_tokens=next_prefill_tokens)
     _check_ints(device, num_rows, input_ids=input_ids, positions=positions)
     if num_rows < num_tokens:
         raise ValueError(f"input_ids: got {num_rows} rows, needs at least {num_tokens}")
-    target = (target_input_ids, target_positions, query_start_loc, idx_mapping)
-    state = (last_sampled, next_prefill_tokens, num_sampled, num_rejected)
-    outputs = (input_ids, positions, last_token_indices)
-    _prepare_prefill_inputs(*target, *state, *outputs, use_triton(impl, target_input_ids))
+    if num_padded < num_reqs:
+        raise ValueError(f"last_token_indices: got {num_padded} rows, needs at least {num_reqs}")
+    if (
+        len({one is None for one in (seq_lens, out_query_start_loc, out_seq_lens, out_idx_mapping, out_num_rejected)})
+        > 1
+    ):
+        raise ValueError(f"seq_lens, {', '.join(_PADDED)}: got some of the five, needs all or none")
+    _check_ints(device, num_reqs, seq_lens=seq_lens)
+    _check_ints(device, num_padded + 1, out_query_start_loc=out_query_start_loc)
+    padded = {"out_idx_mapping": out_idx_mapping, "out_num_rejected": out_num_rejected}
+    _check_ints(device, num_padded, out_seq_lens=out_seq_lens, **padded)
+    _prepare_prefill_inputs(
+        *(target_input_ids, target_positions, query_start_loc, idx_mapping, last_sampled, next_prefill_tokens),
+        *(num_sampled, num_rejected, seq_lens, input_ids, positions, last_token_indices),
+        *(out_query_start_loc, out_seq_lens, out_idx_mapping, out_num_rejected, use_triton(impl, target_input_ids)),
+    )
 
 
 def prepare_decode_inputs(

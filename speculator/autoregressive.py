@@ -414,7 +414,6 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         eager: bool,
     ) -> None:
         """Step 0 over the whole pass, then the others: one graph for verify batches, two calls for mixed ones."""
-        self.stage_requests(batch, verify)
         whole = None if eager else self.verify_graphs.find(wanted)
         if whole:
             self._stage_tokens(batch, verify, hidden, whole)
@@ -447,15 +446,20 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         prepare_prefill_inputs(
             batch.input_ids,
             batch.positions,
-            passed.query_start_loc,
-            passed.idx_mapping,
+            batch.query_start_loc,
+            batch.idx_mapping,
             verify.last_sampled,
             verify.next_prefill_tokens,
-            passed.num_sampled,
-            passed.num_rejected,
+            verify.num_sampled,
+            verify.num_rejected,
             input_ids=prefill.input_ids[:tokens],
             positions=prefill.positions[:tokens],
             last_token_indices=prefill.last_token_indices[:reqs],
+            seq_lens=batch.seq_lens,
+            out_query_start_loc=passed.query_start_loc,
+            out_seq_lens=passed.seq_lens,
+            out_idx_mapping=passed.idx_mapping,
+            out_num_rejected=passed.num_rejected,
         )
 
     def _merge(self, batch: InputBatch, multimodal: Multimodal, bucket: Bucket) -> Tensor:

@@ -10,7 +10,6 @@ import torch.distributed
 from torch import Tensor, nn
 
 from tridraft.kernels._op import check_tensor
-from tridraft.kernels.pad_requests import pad_requests
 from tridraft.models.hf_target import HFTarget
 from tridraft.models.paged import KVSpec
 from tridraft.speculator.batch import InputBatch, Multimodal, SamplingState, VerifyResult
@@ -95,7 +94,6 @@ class PassBuffers:
         query_start_loc: `[R + 1]` int32.
         seq_lens: `[R]` int32.
         idx_mapping: `[R]` int32.
-        num_sampled: `[R]` int32.
         num_rejected: `[R]` int32.
         sampling: of each slot; temperature 0 for all where drafts are greedy whatever their requests ask for.
     """
@@ -103,7 +101,6 @@ class PassBuffers:
     query_start_loc: Tensor
     seq_lens: Tensor
     idx_mapping: Tensor
-    num_sampled: Tensor
     num_rejected: Tensor
     sampling: SamplingState
 
@@ -113,7 +110,6 @@ class PassBuffers:
             query_start_loc=self.query_start_loc[: reqs + 1],
             seq_lens=self.seq_lens[:reqs],
             idx_mapping=self.idx_mapping[:reqs],
-            num_sampled=self.num_sampled[:reqs],
             num_rejected=self.num_rejected[:reqs],
             sampling=self.sampling,
         )
@@ -152,7 +148,6 @@ class DraftModelSpeculator(BaseSpeculator):
             query_start_loc=self.zeros(reqs + 1, dtype=torch.int32),
             seq_lens=self.zeros(reqs, dtype=torch.int32),
             idx_mapping=self.zeros(reqs, dtype=torch.int32) - 1,
-            num_sampled=self.zeros(reqs, dtype=torch.int32),
             num_rejected=self.zeros(reqs, dtype=torch.int32),
             sampling=SamplingState(self.zeros(reqs, dtype=torch.float32), self.zeros(reqs)),
         )
@@ -192,22 +187,6 @@ class DraftModelSpeculator(BaseSpeculator):
         torch.distributed.all_reduce(sizes, torch.distributed.ReduceOp.MAX, group=self.config.data_parallel_group)
         *largest, any_eager = sizes.tolist()
         return Bucket(*largest), bool(any_eager)
-
-    def stage_requests(self, batch: InputBatch, verify: VerifyResult) -> None:
-        """Bring what graphs read of the pass's requests into its buffers."""
-        passed = self.passed
-        pad_requests(
-            batch.query_start_loc,
-            batch.seq_lens,
-            batch.idx_mapping,
-            verify.num_sampled,
-            verify.num_rejected,
-            out_query_start_loc=passed.query_start_loc,
-            out_seq_lens=passed.seq_lens,
-            out_idx_mapping=passed.idx_mapping,
-            out_num_sampled=passed.num_sampled,
-            out_num_rejected=passed.num_rejected,
-        )
 
     def stage_sampling(self, sampling: SamplingState) -> None:
         """Bring what graphs read of how to sample into its buffers; greedy drafts read nothing."""

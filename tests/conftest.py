@@ -83,3 +83,11 @@ def ints(device):
         return torch.tensor(values, device=device, dtype=dtype)
 
     return make
+
+
+GARBAGE = 77777
+
+
+def garbage(size, device, dtype=torch.int64):
+    """What an output holds before it is written: integers that are no token, position, length or slot in a test."""
+    return torch.full((size,), GARBAGE, device=device, dtype=dtype)

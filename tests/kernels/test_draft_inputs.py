@@ -7,6 +7,7 @@ import torch
 
 from _aot import TARGETS, assert_compiles
 from _variants import variants
+from conftest import GARBAGE, garbage
 from tridraft.kernels._draft_inputs_kernels import row_launch, token_launch
 from tridraft.kernels.draft_inputs import (
     compute_slot_mapping,
@@ -14,12 +15,6 @@ from tridraft.kernels.draft_inputs import (
     prepare_prefill_inputs,
     update_draft_inputs,
 )
-
-GARBAGE = 77777
-
-
-def garbage(shape, device, dtype=torch.int64):
-    return torch.full(shape if isinstance(shape, tuple) else (shape,), GARBAGE, device=device, dtype=dtype)
 
 
 def batch(device, lengths, rejected, sampled, idx_mapping, index_dtype=torch.int32) -> dict[str, Any]:
@@ -63,6 +58,11 @@ def prefill_by_loop(inputs, num_rows):
     return ids, positions, last_rows
 
 
+def padded_outputs(rows, device, dtype=torch.int32) -> dict[str, Any]:
+    names = ("out_query_start_loc", "out_seq_lens", "out_idx_mapping", "out_num_rejected")
+    return {name: garbage(rows + (name == names[0]), device, dtype) for name in names}
+
+
 PASSES = {
     "verify": ([4, 4, 4], [0, 3, 1], [4, 1, 3], [5, 0, 2]),
     "chunk inside a prompt": ([7, 4], [0, 2], [0, 2], [3, 1]),
@@ -95,6 +95,47 @@ def test_a_smaller_batch_leaves_nothing_of_a_larger_one(impl, device):
     assert not ids[6:].any()
     assert not positions[6:].any()
     assert last.tolist() == [3, 5, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("extra_reqs", [0, 1, 3])
+@pytest.mark.parametrize("case", PASSES)
+def test_a_pass_in_the_buffers_of_a_larger_graph(case, extra_reqs, dtype, impl, device):
+    """C4: the requests past its own are padding, as are rows of its own that have no slot."""
+    inputs = batch(device, *PASSES[case], index_dtype=dtype)
+    num_reqs, num_tokens = inputs["idx_mapping"].shape[0], inputs["target_input_ids"].shape[0]
+    ids, positions = garbage(num_tokens + 2, device), garbage(num_tokens + 2, device)
+    last = garbage(num_reqs + extra_reqs, device)
+    padded, lengths = padded_outputs(num_reqs + extra_reqs, device, dtype), 40 + inputs["idx_mapping"]
+    rows = {"input_ids": ids, "positions": positions, "last_token_indices": last}
+    prepare_prefill_inputs(**inputs, **rows, seq_lens=lengths, **padded, impl=impl)
+    wanted_ids, wanted_positions, wanted_last = prefill_by_loop(inputs, num_tokens + 2)
+    assert (ids.tolist(), positions.tolist()) == (wanted_ids, wanted_positions)
+    assert last.tolist() == wanted_last + [0] * extra_reqs
+    mapping = inputs["idx_mapping"].tolist()
+    rejected = inputs["num_rejected"].tolist()
+    live = [slot >= 0 for slot in mapping]
+    assert padded["out_query_start_loc"].tolist() == inputs["query_start_loc"].tolist() + [num_tokens] * extra_reqs
+    assert padded["out_idx_mapping"].tolist() == mapping + [-1] * extra_reqs
+    assert (
+        padded["out_seq_lens"].tolist() == [(40 + s) * a for s, a in zip(mapping, live, strict=True)] + [0] * extra_reqs
+    )
+    assert (
+        padded["out_num_rejected"].tolist() == [n * a for n, a in zip(rejected, live, strict=True)] + [0] * extra_reqs
+    )
+
+
+def test_a_graph_without_a_request(impl, device, ints):
+    """C8: an idle rank's rows are padding alone."""
+    inputs = {name: value[:0] for name, value in batch(device, [1], [0], [1], [0]).items()}
+    inputs |= {"query_start_loc": ints([0]), "last_sampled": ints([7, 8]), "next_prefill_tokens": ints([7, 8])}
+    rows = {name: garbage(3, device) for name in ("input_ids", "positions", "last_token_indices")}
+    padded = padded_outputs(2, device) | {"last_token_indices": rows["last_token_indices"][:2]}
+    prepare_prefill_inputs(**inputs, **{**rows, **padded}, seq_lens=ints([]), impl=impl)
+    assert rows["input_ids"].tolist() == rows["positions"].tolist() == [0, 0, 0]
+    assert padded["last_token_indices"].tolist() == padded["out_seq_lens"].tolist() == [0, 0]
+    assert padded["out_query_start_loc"].tolist() == [0, 0, 0]
+    assert padded["out_idx_mapping"].tolist() == [-1, -1]
 
 
 @pytest.mark.parametrize("draft_position", ["bonus", "last_computed"])
@@ -198,81 +239,6 @@ def test_a_stale_count_stays_in_its_row(impl, device, ints):
     assert out_hidden[:, 0].tolist() == [0, 2, 2]
     assert positions.tolist() == [0, 0, 36]
     assert lengths.tolist() == [0, 0, 37]
-
-
-def test_drafting_past_the_end(impl, device, ints):
-    """C12: block 16, at most 64 positions, last accepted position 62, and the next request's blocks are 999."""
-    table = ints([[2, 5, 1, 7], [999] * 4])[:1]
-    ids, positions, slots = garbage(1, device), garbage(1, device), garbage(1, device)
-    lengths = garbage(1, device, torch.int32)
-    hidden, out_hidden = torch.randn(2, 16, device=device), torch.empty(1, 16, device=device)
-    step = {"advance_positions": True, "max_model_len": 64, "input_ids": ids, "positions": positions, "impl": impl}
-    slot = {"block_table": table, "block_size": 16, "slot_mapping": slots}
-    prepare_decode_inputs(
-        hidden,
-        ints([0, 2]),
-        ints([64]),
-        ints([0]),
-        ints([1]),
-        tokens=ints([8]),
-        out_seq_lens=lengths,
-        out_hidden=out_hidden,
-        **step,
-        **slot,
-    )
-    assert (positions.item(), lengths.item(), slots.item()) == (63, 64, 127)
-    assert torch.equal(out_hidden, hidden[:1])
-    for token in (9, 10):
-        update_draft_inputs(
-            ints([token]), hidden[:1], ints([0]), seq_lens=lengths, out_hidden=out_hidden, **step, **slot
-        )
-        assert (ids.item(), positions.item(), lengths.item(), slots.item()) == (token, 63, 64, -1)
-
-
-def test_a_sequence_that_is_full_writes_no_slot(impl, device, ints):
-    """C12: with 64 accepted keys of 64, step 1 stays at position 63 and must not overwrite its key."""
-    ids, positions, slots = garbage(1, device), garbage(1, device), garbage(1, device)
-    lengths = garbage(1, device, torch.int32)
-    prepare_decode_inputs(
-        torch.zeros(1, 8, device=device),
-        ints([0, 1]),
-        ints([64]),
-        ints([0]),
-        ints([0]),
-        tokens=ints([8]),
-        advance_positions=True,
-        max_model_len=64,
-        input_ids=ids,
-        positions=positions,
-        out_seq_lens=lengths,
-        out_hidden=torch.empty(1, 8, device=device),
-        block_table=ints([[2, 5, 1, 7]]),
-        block_size=16,
-        slot_mapping=slots,
-        impl=impl,
-    )
-    assert (positions.item(), lengths.item(), slots.item()) == (63, 64, -1)
-
-
-def test_a_length_counts_no_key_without_a_block(impl, device, ints):
-    """Blocks end at 8 tokens of at most 64: attention must not look for a ninth key in block −1."""
-    ids, positions, slots = garbage(1, device), garbage(1, device), garbage(1, device)
-    lengths = garbage(1, device, torch.int32)
-    step = {"advance_positions": True, "max_model_len": 64, "input_ids": ids, "positions": positions, "impl": impl}
-    slot = {"block_table": ints([[2, 5, -1, -1]]), "block_size": 4, "slot_mapping": slots}
-    hidden = torch.zeros(1, 8, device=device)
-
-    def first(length: int) -> tuple[float, float, float]:
-        counts = (ints([0, 1]), ints([length]), ints([0]), ints([0]))
-        outputs = {"out_seq_lens": lengths, "out_hidden": hidden.clone()}
-        prepare_decode_inputs(hidden, *counts, tokens=ints([1]), **outputs, **step, **slot)
-        return positions.item(), lengths.item(), slots.item()
-
-    assert first(7) == (7, 8, 23)
-    for position in (8, 9):
-        update_draft_inputs(ints([1]), None, ints([0]), seq_lens=lengths, **step, **slot)
-        assert (positions.item(), lengths.item(), slots.item()) == (position, 8, -1)
-    assert first(8) == (8, 8, -1)
 
 
 @pytest.mark.parametrize("advance", [False, True])
@@ -408,6 +374,11 @@ def test_refusals_name_the_argument(device, ints):
     inputs = batch(device, [2], [0], [1], [0])
     with pytest.raises(ValueError, match="input_ids: got 1 rows, needs at least 2"):
         prepare_prefill_inputs(**inputs, input_ids=one, positions=one, last_token_indices=one)
+    two = {name: ints([0, 0]) for name in ("input_ids", "positions", "last_token_indices")}
+    with pytest.raises(ValueError, match="last_token_indices: got 0 rows, needs at least 1"):
+        prepare_prefill_inputs(**inputs, **{**two, "last_token_indices": one[:0]})
+    with pytest.raises(ValueError, match=r"seq_lens, out_query_start_loc, .*: got some of the five"):
+        prepare_prefill_inputs(**inputs, **two, seq_lens=one)
 
 
 def every_operation(device, hidden_size=32, dtype=torch.float32, num_reqs=3):
@@ -426,9 +397,12 @@ def every_operation(device, hidden_size=32, dtype=torch.float32, num_reqs=3):
     state = {name: inputs[name] for name in ("last_sampled", "next_prefill_tokens", "num_sampled")}
     slot = {"block_table": table, "block_size": 16, "slot_mapping": slots}
     step = {"max_model_len": 64, "input_ids": ids, "positions": positions}
+    padded = padded_outputs(num_reqs, device)
 
     def call():
-        prepare_prefill_inputs(**inputs, input_ids=token_ids, positions=token_positions, last_token_indices=last)
+        rows = {"input_ids": token_ids, "positions": token_positions, "last_token_indices": last}
+        prepare_prefill_inputs(**inputs, **rows)
+        prepare_prefill_inputs(**inputs, **rows, seq_lens=requests[1], **padded)
         compute_slot_mapping(token_positions, requests[0], table, 16, max_model_len=64)
         compute_slot_mapping(
             token_positions, requests[0], table, 16, idx_mapping=requests[2], num_rejected=requests[3], max_model_len=64
@@ -453,7 +427,8 @@ def test_opcheck(hidden_size, device, monkeypatch):
     inputs = batch(device, [4, 2], [1, 0], [3, 0], [0, 3])
     last, positions = torch.zeros(2, device=device).long(), torch.zeros(6, device=device).long()
     torch.library.opcheck(
-        ops.prepare_prefill_inputs.default, (*inputs.values(), positions.clone(), positions.clone(), last, triton)
+        ops.prepare_prefill_inputs.default,
+        (*inputs.values(), None, positions.clone(), positions.clone(), last, *[None] * 4, triton),
     )
     hidden = torch.randn(6, 50, device=device)[:, :hidden_size]
     lengths, out_hidden = torch.zeros(2, device=device).int(), torch.zeros(2, hidden_size, device=device)

@@ -5,9 +5,8 @@
 
 At a few rows a product takes the time to read its weights, and a small one less than a launch does. So a program
 owns a few rows of the weight with all their columns, whose sums its threads share: one launch, no partial sums in
-memory. The kernel before does not make the weights, so their first tile is loaded while that one ends (`_pdl.py`), and
-what later kernels read can be asked for at the same time: the memory is idle while a layer's attention waits for its
-loads. Sums run in float32, in an order that depends on the number of rows: with it a result may move by a rounding.
+memory. The kernel before does not make the weights, so their first tile is loaded while that one ends (`_pdl.py`). Sums
+run in float32, in an order that depends on the number of rows: with it a result may move by a rounding.
 """
 
 # Kernels are Triton, not Python: their integers are tensors and their flags constexprs, which a Python checker denies.
@@ -60,38 +59,18 @@ def _load(pointers, cols, end, EVEN: tl.constexpr):
     return tl.load(pointers) if EVEN else tl.load(pointers, mask=cols < end, other=0.0)
 
 
-@triton.jit
-def _prefetch(base_ptr, num_bytes, NUM_THREADS: tl.constexpr):
-    """Have the memory brought into L2, a piece by each thread of the grid; nothing waits for it."""
-    program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-    programs = tl.num_programs(0) * tl.num_programs(1)
-    piece = tl.cdiv(tl.cdiv(num_bytes, programs * NUM_THREADS), 16) * 16
-    offset = (program * NUM_THREADS + tl.arange(0, NUM_THREADS)) * piece
-    size = tl.minimum(tl.maximum(num_bytes - offset, 0), piece)
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-        "=r,l,r",
-        [base_ptr.to(tl.int64) + offset, size],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
 @triton.jit(do_not_specialize=["num_rows", "out_features"])
 def _linear_kernel(
     x_ptr,  # [N, K]
     weight_ptr,  # [M, K], or [2M, K]: gate, then up
     bias_ptr,  # [M] or [2M], or None
     out_ptr,  # [N, M]
-    prefetch_ptr,  # any, or None
     num_rows,
     out_features,
     in_features,
     stride_xn,
     stride_wm,
     stride_on,
-    prefetch_bytes,
     ACTIVATION: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -100,7 +79,6 @@ def _linear_kernel(
     EVEN_K: tl.constexpr,
     SPLIT: tl.constexpr,
     NUM_STAGES: tl.constexpr,
-    NUM_THREADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -127,8 +105,6 @@ def _linear_kernel(
         up_ptrs = weight_ptrs + out_features.to(tl.int64) * stride_wm
         up_acc = acc
         first_up = _load(up_ptrs, weight_cols, in_features, EVEN_K)
-    if prefetch_ptr is not None:
-        _prefetch(prefetch_ptr, prefetch_bytes, NUM_THREADS)
     pdl_wait(PDL)
     # The first tile's turn comes last, and the other loads go out before anything waits for one.
     x = _load(x_ptrs, x_cols, in_features, EVEN_K)
@@ -224,25 +200,16 @@ def linear_config(num_rows: int, out_features: int, in_features: int, dtype: tor
     return config
 
 
-PREFETCH_BYTES = 2**22
-"""Weights of fewer bytes are taken to be in L2 since the step before."""
-
-
-def _launch_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation | None, prefetch: Tensor | None, out: Tensor
-) -> None:
+def _launch_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation | None, out: Tensor) -> None:
     (num_rows, in_features), out_features = x.shape, out.shape[1]
     arch = arch_of(x.device)
     config = linear_config(num_rows, weight.shape[0], in_features, x.dtype, arch)
     block_m = config.block_m if activation is None else max(config.block_m // 2, 1)
     num_blocks_k = max(cdiv(in_features, config.block_k), 1)
-    options = pdl_options(arch)
-    if prefetch is not None and not (options["PDL"] and prefetch.nbytes >= PREFETCH_BYTES):
-        prefetch = None
     launch: Any = _linear_kernel[(cdiv(out_features, block_m), cdiv(num_rows, config.block_n))]
     launch(
-        *(x, weight, bias, out, prefetch, num_rows, out_features, in_features),
-        *(x.stride(0), weight.stride(0), out.stride(0), 0 if prefetch is None else prefetch.nbytes),
+        *(x, weight, bias, out, num_rows, out_features, in_features),
+        *(x.stride(0), weight.stride(0), out.stride(0)),
         ACTIVATION=activation,
         BLOCK_N=config.block_n,
         BLOCK_M=block_m,
@@ -252,8 +219,7 @@ def _launch_linear(
         SPLIT=config.num_warps if config.tensor_cores else 1,
         num_warps=config.num_warps,
         NUM_STAGES=config.num_stages,
-        NUM_THREADS=32 * config.num_warps,
-        **options,
+        **pdl_options(arch),
     )
 
 
@@ -263,12 +229,11 @@ def _linear(
     weight: Tensor,
     bias: Tensor | None,
     activation: str | None,
-    prefetch: Tensor | None,
     out: Tensor,
     triton: bool,
 ) -> None:
     if triton:
-        _launch_linear(x, weight, bias, activation, prefetch, out)
+        _launch_linear(x, weight, bias, activation, out)
     elif activation is not None:
         out.copy_(linear_reference(x, weight, bias, activation))
     elif bias is None:
@@ -283,7 +248,6 @@ def linear(
     *,
     bias: Tensor | None = None,
     activation: Activation | None = None,
-    prefetch: Tensor | None = None,
     out: Tensor | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
@@ -295,8 +259,6 @@ def linear(
             the kernel in front of it has ended: what writes it must not be that kernel.
         bias: `[M]` or `[2M]` in `x`'s dtype, or None.
         activation: "gelu_tanh" or "silu", or None.
-        prefetch: a contiguous tensor, at most 1 GiB, that a later kernel reads. On a Hopper GPU it is brought into L2
-            meanwhile, unless it is so small that it will be there.
         out: `[N, M]` in `x`'s dtype, written and returned; must not overlap `x`.
         impl: "triton", "eager" (PyTorch: cuBLAS on a GPU), or "auto" for the faster one that the tensors can run.
 
@@ -317,10 +279,6 @@ def linear(
         if out_features % 2:
             raise ValueError(f"weight: got {out_features} rows, needs an even number (gate, then up)")
         out_features //= 2
-    if prefetch is not None:
-        check_tensor("prefetch", prefetch, device=x.device, contiguous_last=False)
-        if not prefetch.is_contiguous() or prefetch.nbytes > 2**30 or (prefetch.data_ptr() | prefetch.nbytes) % 16:
-            raise ValueError("prefetch: needs a contiguous tensor of whole, aligned units of 16 bytes, at most 1 GiB")
     if out is None:
         out = x.new_empty(num_rows, out_features)
     else:
@@ -331,5 +289,5 @@ def linear(
         if activation is not None:
             return gated_act(linear(x, weight, bias=bias), activation=activation, out=out)
     if out.numel():
-        _linear(x, weight, bias, activation, prefetch, out, triton)
+        _linear(x, weight, bias, activation, out, triton)
     return out

@@ -41,16 +41,9 @@ class Linear(nn.Module):
         weight = self.weight
         self.bias = empty_weight(len(weight), dtype=weight.dtype, device=weight.device) if present else None
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        activation: Activation | None = None,
-        prefetch: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, x: Tensor, *, activation: Activation | None = None, out: Tensor | None = None) -> Tensor:
         """From x [T, in] to [T, out], half as wide with an activation; the options are those of `linear`."""
-        return linear(x, self.weight, bias=self.bias, activation=activation, prefetch=prefetch, out=out)
+        return linear(x, self.weight, bias=self.bias, activation=activation, out=out)
 
 
 class MergedLinear(Linear):

@@ -58,7 +58,7 @@ def prefill_inputs_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (r, s) writes every s-th block of request r's rows; request R of B stands for the rows behind the last."""
+    """Program (r, s) writes every s-th block of request r's rows; request R stands for the rows behind the last."""
     pdl_wait(PDL)
     request = tl.program_id(0)
     split = tl.program_id(1)

@@ -24,6 +24,7 @@ from torch import Tensor
 from tridraft.kernels._op import FLOATS, Arch, Impl, arch_of, cdiv, check_tensor, next_power_of_2, register, use_triton
 from tridraft.kernels._pdl import pdl_options, pdl_wait
 from tridraft.kernels.activation import Activation, check_activation, gated, gated_act, gated_act_reference
+from tridraft.kernels.norm import add_rms_norm, rms_norm
 
 
 def linear_reference(
@@ -59,9 +60,19 @@ def _load(pointers, cols, end, EVEN: tl.constexpr):
     return tl.load(pointers) if EVEN else tl.load(pointers, mask=cols < end, other=0.0)
 
 
+@triton.jit
+def _rms(x, eps, hidden):
+    return x * tl.rsqrt(tl.sum(x * x, axis=2, keep_dims=True) / hidden + eps)
+
+
 @triton.jit(do_not_specialize=["num_rows", "out_features"])
 def _linear_kernel(
     x_ptr,  # [N, K]
+    residual_ptr,  # [N, K] or None
+    norm_weight_ptr,  # [K], or None: no norm in front
+    post_weight_ptr,  # [K] or None
+    scale_ptr,  # [1] or None
+    stream_ptr,  # [N, K]
     weight_ptr,  # [M, K], or [2M, K]: gate, then up
     bias_ptr,  # [M] or [2M], or None
     out_ptr,  # [N, M]
@@ -69,8 +80,11 @@ def _linear_kernel(
     out_features,
     in_features,
     stride_xn,
+    stride_rn,
+    stride_sn,
     stride_wm,
     stride_on,
+    eps,
     ACTIVATION: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -105,9 +119,28 @@ def _linear_kernel(
         up_ptrs = weight_ptrs + out_features.to(tl.int64) * stride_wm
         up_acc = acc
         first_up = _load(up_ptrs, weight_cols, in_features, EVEN_K)
+    if norm_weight_ptr is not None:
+        norm_weight = _load(norm_weight_ptr + x_cols, x_cols, in_features, EVEN_K).to(tl.float32)
+        if post_weight_ptr is not None:
+            post_weight = _load(post_weight_ptr + x_cols, x_cols, in_features, EVEN_K).to(tl.float32)
+        scale = tl.load(scale_ptr).to(tl.float32) if scale_ptr is not None else 1.0
     pdl_wait(PDL)
     # The first tile's turn comes last, and the other loads go out before anything waits for one.
     x = _load(x_ptrs, x_cols, in_features, EVEN_K)
+    if norm_weight_ptr is not None:
+        # As `add_rms_norm` does it, in every program: that costs less than a launch between two layers.
+        stream = x.to(tl.float32)
+        if residual_ptr is not None:
+            residual_rows = tl.minimum(offs_n, num_rows - 1).to(tl.int64) * stride_rn
+            residual = _load(residual_ptr + residual_rows[None, :, None] + x_cols, x_cols, in_features, EVEN_K)
+            if post_weight_ptr is not None:
+                stream = _rms(stream, eps, in_features) * post_weight
+            stream = ((residual.to(tl.float32) + stream) * scale).to(x.dtype)
+            if tl.program_id(0) == 0:
+                stream_rows = stream_ptr + offs_n.to(tl.int64)[None, :, None] * stride_sn
+                tl.store(stream_rows + x_cols, stream, mask=(offs_n < num_rows)[None, :, None] & (x_cols < in_features))
+            stream = stream.to(tl.float32)
+        x = (_rms(stream, eps, in_features) * norm_weight).to(x.dtype)
     for block in tl.range(1, NUM_BLOCKS_K, num_stages=NUM_STAGES):
         start = block * BLOCK_K
         weight = _load(weight_ptrs + start, weight_cols, in_features - start, EVEN_K)
@@ -200,16 +233,38 @@ def linear_config(num_rows: int, out_features: int, in_features: int, dtype: tor
     return config
 
 
-def _launch_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation | None, out: Tensor) -> None:
+@dataclass(frozen=True)
+class Norm:
+    """The norm in front of a linear layer, and what joins the residual stream before it; see `norm_linear`."""
+
+    residual: Tensor | None
+    weight: Tensor
+    post_weight: Tensor | None
+    scale: Tensor | None
+    eps: float
+    stream: Tensor | None
+
+
+def _launch_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    out: Tensor,
+    norm: Norm | None = None,
+) -> None:
     (num_rows, in_features), out_features = x.shape, out.shape[1]
     arch = arch_of(x.device)
     config = linear_config(num_rows, weight.shape[0], in_features, x.dtype, arch)
     block_m = config.block_m if activation is None else max(config.block_m // 2, 1)
     num_blocks_k = max(cdiv(in_features, config.block_k), 1)
+    before = (None,) * 5 if norm is None else (norm.residual, norm.weight, norm.post_weight, norm.scale, norm.stream)
+    residual, stream = before[0], before[4]
     launch: Any = _linear_kernel[(cdiv(out_features, block_m), cdiv(num_rows, config.block_n))]
     launch(
-        *(x, weight, bias, out, num_rows, out_features, in_features),
-        *(x.stride(0), weight.stride(0), out.stride(0)),
+        *(x, *before, weight, bias, out, num_rows, out_features, in_features, x.stride(0)),
+        *(0 if residual is None else residual.stride(0), 0 if stream is None else stream.stride(0)),
+        *(weight.stride(0), out.stride(0), 0.0 if norm is None else norm.eps),
         ACTIVATION=activation,
         BLOCK_N=config.block_n,
         BLOCK_M=block_m,
@@ -242,6 +297,20 @@ def _linear(
         torch.addmm(bias, x, weight.t(), out=out)
 
 
+def _check_weight(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> int:
+    """The width of the result."""
+    check_tensor("weight", weight, shape=("M", x.shape[1]), dtype=x.dtype, device=x.device)
+    out_features = weight.shape[0]
+    if bias is not None:
+        check_tensor("bias", bias, shape=(out_features,), dtype=x.dtype, device=x.device)
+    if activation is None:
+        return out_features
+    check_activation(activation)
+    if out_features % 2:
+        raise ValueError(f"weight: got {out_features} rows, needs an even number (gate, then up)")
+    return out_features // 2
+
+
 def linear(
     x: Tensor,
     weight: Tensor,
@@ -270,15 +339,7 @@ def linear(
     """
     check_tensor("x", x, shape=("N", "K"), dtype=FLOATS)
     num_rows, in_features = x.shape
-    check_tensor("weight", weight, shape=("M", in_features), dtype=x.dtype, device=x.device)
-    out_features = weight.shape[0]
-    if bias is not None:
-        check_tensor("bias", bias, shape=(out_features,), dtype=x.dtype, device=x.device)
-    if activation is not None:
-        check_activation(activation)
-        if out_features % 2:
-            raise ValueError(f"weight: got {out_features} rows, needs an even number (gate, then up)")
-        out_features //= 2
+    out_features = _check_weight(x, weight, bias, activation)
     if out is None:
         out = x.new_empty(num_rows, out_features)
     else:
@@ -291,3 +352,88 @@ def linear(
     if out.numel():
         _linear(x, weight, bias, activation, out, triton)
     return out
+
+
+def fuses_norm(num_rows: int, out_features: int, in_features: int, dtype: torch.dtype) -> bool:
+    """Whether a program has whole rows of x, which it needs to norm them."""
+    return num_rows <= 4 and in_features <= 4096 and not uses_cublas(num_rows, out_features, in_features, dtype)
+
+
+@register("norm_linear", mutates=("out", "stream_out"))
+def _norm_linear(
+    x: Tensor,
+    norm_weight: Tensor,
+    weight: Tensor,
+    residual: Tensor | None,
+    post_weight: Tensor | None,
+    scale: Tensor | None,
+    eps: float,
+    bias: Tensor | None,
+    activation: str | None,
+    out: Tensor,
+    stream_out: Tensor | None,
+) -> None:
+    norm = Norm(residual, norm_weight, post_weight, scale, eps, stream_out)
+    _launch_linear(x, weight, bias, activation, out, norm)
+
+
+def norm_linear(
+    x: Tensor,
+    norm_weight: Tensor,
+    weight: Tensor,
+    *,
+    residual: Tensor | None = None,
+    post_weight: Tensor | None = None,
+    scale: Tensor | None = None,
+    eps: float = 1e-6,
+    bias: Tensor | None = None,
+    activation: Activation | None = None,
+    impl: Impl = "auto",
+) -> tuple[Tensor, Tensor]:
+    """A linear layer behind a norm, in one launch at up to 4 rows: `linear(add_rms_norm(x, residual, …), weight)`.
+
+        stream = (residual + (x, or rms(x) * post_weight)) * scale        x, without a residual
+        out = linear(rms(stream) * norm_weight, weight)
+
+    Args:
+        x: `[N, K]` float32, bfloat16 or float16; with a residual, what a block returned.
+        norm_weight: `[K]`, any of those dtypes. As `weight`, it is read before the kernel in front has ended.
+        weight: see `linear`.
+        residual: `[N, K]`, the stream before that block, in `x`'s dtype, or None.
+        post_weight: `[K]`, that block's own output norm, or None; needs a residual.
+        scale: `[1]`, a factor on the whole stream, or None; needs a residual.
+        eps: added to both mean squares.
+        bias: see `linear`.
+        activation: see `linear`.
+        impl: see `linear`.
+
+    Returns:
+        `(out, stream)`: the layer's result and the stream; without a residual, that is `x` itself.
+
+    >>> out, stream = norm_linear(torch.ones(1, 2), torch.ones(2), torch.eye(2), residual=torch.tensor([[2.0, 3.0]]))
+    >>> stream
+    tensor([[3., 4.]])
+    """
+    check_tensor("x", x, shape=("N", "K"), dtype=FLOATS)
+    num_rows, in_features = x.shape
+    out_features = _check_weight(x, weight, bias, activation)
+    check_tensor("norm_weight", norm_weight, shape=(in_features,), dtype=FLOATS, device=x.device)
+    if residual is None and not (post_weight is None and scale is None):
+        raise ValueError("residual: got None, needs one for post_weight and scale")
+    fused = use_triton(impl, x) and fuses_norm(num_rows, weight.shape[0], in_features, x.dtype)
+    if not fused or not x.numel():
+        if residual is None:
+            normed, stream = rms_norm(x, norm_weight, eps=eps, impl=impl), x
+        else:
+            before = {"post_weight": post_weight, "scale": scale, "eps": eps, "impl": impl}
+            normed, stream = add_rms_norm(x, residual, norm_weight, **before)
+        return linear(normed, weight, bias=bias, activation=activation, impl=impl), stream
+    if residual is not None:
+        check_tensor("residual", residual, shape=tuple(x.shape), dtype=x.dtype, device=x.device)
+    for name, vector, size in (("post_weight", post_weight, in_features), ("scale", scale, 1)):
+        if vector is not None:
+            check_tensor(name, vector, shape=(size,), dtype=FLOATS, device=x.device)
+    out = x.new_empty(num_rows, out_features)
+    stream = None if residual is None else torch.empty_like(x)
+    _norm_linear(x, norm_weight, weight, residual, post_weight, scale, eps, bias, activation, out, stream)
+    return out, x if stream is None else stream

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from tridraft.models.draft_head import DraftHead, Target, TargetShape
-from tridraft.models.layers import DecoderLayer, DecoderShape, Linear, RMSNorm, add_norm
+from tridraft.models.layers import DecoderLayer, DecoderShape, Joint, Linear, RMSNorm
 from tridraft.models.paged import AttentionBatch, LayerKV
 from tridraft.models.weights import LoadReport
 
@@ -151,7 +151,7 @@ class Eagle(DraftHead):
         branch, stream = self.layers[0](x, residual, positions, kv[0], batch)
         layers: list[Any] = list(self.layers)[1:]
         for layer, layer_kv in zip(layers, kv[1:], strict=True):
-            normed, stream = add_norm(branch, stream, layer.input_layernorm)
+            normed, stream = Joint(layer.input_layernorm)(branch, stream)
             branch, stream = layer(normed, stream, positions, layer_kv, batch)
         return branch, stream
 
@@ -277,5 +277,5 @@ class Eagle3(Eagle):
         normed = first.hidden_norm(hidden, out=z[:, width:])
         residual = normed if self.config.norm_before_residual else hidden
         branch, stream = self._run(z, residual, positions, kv, batch)
-        head_hidden, stream = add_norm(branch, stream, self.norm)
+        head_hidden, stream = Joint(self.norm)(branch, stream)
         return head_hidden, head_hidden if self.config.norm_output else stream

@@ -30,10 +30,9 @@ from torch import Tensor, nn
 from tridraft.kernels.embedding import embed_concat
 from tridraft.kernels.kv_cache import qk_norm_rope
 from tridraft.kernels.masked_embedding import masked_embedding_logits, masked_embedding_sample
-from tridraft.kernels.norm import add_rms_norm
 from tridraft.kernels.sampling import draft_sample
 from tridraft.kernels.suppress import make_suppress_ids, suppress_tokens_
-from tridraft.models.layers import ACTIVATIONS, Activation, GatedMLP, Linear, RMSNorm, RotaryFrequencies
+from tridraft.models.layers import ACTIVATIONS, Activation, GatedMLP, Joint, Linear, RMSNorm, RotaryFrequencies
 from tridraft.models.paged import AttentionBatch, KVSpec, LayerKV
 from tridraft.models.vocab_parallel import sample_of_ranks, shard_rows
 from tridraft.models.weights import LoadReport, fill, iterate_tensors, read_json
@@ -177,9 +176,22 @@ class QueryAttention(nn.Module):
         self.o_proj = Linear(width, config.hidden_size, dtype=dtype, device=device)
         self.rotary = RotaryFrequencies(config.rope[layer_type], spec.head_dim, device=device)
 
-    def forward(self, x: Tensor, positions: Tensor, kv: LayerKV, batch: AttentionBatch, window_extra: int) -> Tensor:
-        """From x [R, d] to [R, d]; a sliding layer sees the last `sliding_window + window_extra` keys."""
-        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
+    def forward(
+        self,
+        joint: Joint,
+        x: Tensor,
+        residual: Tensor | None,
+        positions: Tensor,
+        kv: LayerKV,
+        batch: AttentionBatch,
+        window_extra: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Attention's output [R, d] of what `joint` makes of x [R, d], and the stream [R, d].
+
+        A sliding layer sees the last `sliding_window + window_extra` keys.
+        """
+        q, stream = self.q_proj.behind(joint, x, residual)
+        q = q.unflatten(-1, (-1, self.head_dim))
         q = qk_norm_rope(q, positions, self.rotary.inv_freq, q_weight=self.q_norm.weight, eps=self.q_norm.eps, out=q)
         attended = batch.attention(
             q,
@@ -194,11 +206,11 @@ class QueryAttention(nn.Module):
             k_scale=kv.k_scale,
             v_scale=kv.v_scale,
         )
-        return self.o_proj(attended.flatten(-2))
+        return self.o_proj(attended.flatten(-2)), stream
 
 
 class Gemma4MTPLayer(nn.Module):
-    """One decoder layer, from its normed input to the next layer's normed input."""
+    """One decoder layer, from the output of what is in front to its own; a `Joint` leads from one to the next."""
 
     layer_scalar: Tensor
 
@@ -218,31 +230,22 @@ class Gemma4MTPLayer(nn.Module):
 
     def forward(
         self,
-        normed: Tensor,
-        residual: Tensor,
+        joint: Joint,
+        x: Tensor,
+        residual: Tensor | None,
         positions: Tensor,
         kv: LayerKV,
         batch: AttentionBatch,
         window_extra: int,
-        next_norm: RMSNorm,
     ) -> tuple[Tensor, Tensor]:
-        """The residual stream [R, d] after this layer, and normed by `next_norm` for what follows."""
-        attended = self.self_attn(normed, positions, kv, batch, window_extra)
-        normed, residual = add_rms_norm(
-            attended,
-            residual,
-            self.pre_feedforward_layernorm.weight,
-            post_weight=self.post_attention_layernorm.weight,
-            eps=next_norm.eps,
-        )
-        return add_rms_norm(
-            self.mlp(normed),
-            residual,
-            next_norm.weight,
-            post_weight=self.post_feedforward_layernorm.weight,
-            scale=self.layer_scalar,
-            eps=next_norm.eps,
-        )
+        """From x [R, d], which is to join the residual stream [R, d], to what is to join it next, and the stream."""
+        attended, stream = self.self_attn(joint, x, residual, positions, kv, batch, window_extra)
+        between = Joint(self.pre_feedforward_layernorm, self.post_attention_layernorm)
+        return self.mlp(between, attended, stream)
+
+    def joint(self, next_norm: RMSNorm) -> Joint:
+        """What lies between this layer and the next norm."""
+        return Joint(next_norm, self.post_feedforward_layernorm, self.layer_scalar)
 
 
 class Gemma4MTPDecoder(nn.Module):
@@ -257,14 +260,16 @@ class Gemma4MTPDecoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
 
     def forward(
-        self, residual: Tensor, positions: Tensor, kv: Sequence[LayerKV], batch: AttentionBatch, window_extra: int
+        self, x: Tensor, positions: Tensor, kv: Sequence[LayerKV], batch: AttentionBatch, window_extra: int
     ) -> Tensor:
         """From the first layer's input [R, d] to the final norm's output [R, d]."""
         norms = [*(layer.input_layernorm for layer in self.layers), self.norm]
-        normed = norms[0](residual)
+        joint, stream = Joint(norms[0]), None
         for layer, layer_kv, next_norm in zip(self.layers, kv, norms[1:], strict=True):
-            normed, residual = layer(normed, residual, positions, layer_kv, batch, window_extra, next_norm)
-        return normed
+            x, stream = layer(joint, x, stream, positions, layer_kv, batch, window_extra)
+            joint = layer.joint(next_norm)
+        assert stream is not None  # a model has layers
+        return joint(x, stream)[0]
 
 
 class MaskedEmbedding(nn.Module):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tridraft.kernels.activation import Activation
 from tridraft.kernels.kv_cache import qk_norm_rope
-from tridraft.kernels.linear import linear
+from tridraft.kernels.linear import linear, norm_linear
 from tridraft.kernels.norm import add_rms_norm, rms_norm
 from tridraft.models.paged import AttentionBatch, KVSpec, LayerKV
 
@@ -26,6 +26,44 @@ def empty_weight(
 ) -> nn.Parameter:
     """An uninitialised weight without a gradient."""
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm of the last dimension, times the weight."""
+
+    def __init__(self, size: int, eps: float, *, dtype=None, device=None) -> None:
+        super().__init__()
+        self.weight = empty_weight(size, dtype=dtype, device=device)
+        self.eps = eps
+
+    def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """The normed `x`, in its dtype, written to `out` (any row stride) when given."""
+        return rms_norm(x, self.weight, eps=self.eps, out=out)
+
+
+@dataclass(frozen=True)
+class Joint:
+    """What lies between two blocks: the first one's output joins the residual stream, which is normed for the second.
+
+    Attributes:
+        norm: the second block's.
+        post_norm: of the first one's output; None: it joins as it is.
+        scale: `[1]`, a factor on the whole stream, or None.
+    """
+
+    norm: RMSNorm
+    post_norm: RMSNorm | None = None
+    scale: Tensor | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of `add_rms_norm` and `norm_linear`."""
+        post_weight = None if self.post_norm is None else self.post_norm.weight
+        return {"post_weight": post_weight, "scale": self.scale, "eps": self.norm.eps}
+
+    def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """From the first block's output and the stream before it to the normed stream and the stream."""
+        return add_rms_norm(x, residual, self.norm.weight, **self.options)
 
 
 class Linear(nn.Module):
@@ -45,6 +83,13 @@ class Linear(nn.Module):
         """From x [T, in] to [T, out], half as wide with an activation; the options are those of `linear`."""
         return linear(x, self.weight, bias=self.bias, activation=activation, out=out)
 
+    def behind(
+        self, joint: Joint, x: Tensor, residual: Tensor | None, *, activation: Activation | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The layer of what `joint` makes of x, and the stream; without a residual, x is the stream."""
+        options = {"bias": self.bias, "activation": activation, **joint.options}
+        return norm_linear(x, joint.norm.weight, self.weight, residual=residual, **options)
+
 
 class MergedLinear(Linear):
     """Projections of one input as one matrix product, by their names and widths; most checkpoints hold them apart."""
@@ -52,24 +97,6 @@ class MergedLinear(Linear):
     def __init__(self, in_features: int, parts: Mapping[str, int], *, dtype=None, device=None) -> None:
         super().__init__(in_features, sum(parts.values()), dtype=dtype, device=device)
         self.parts = dict(parts)
-
-
-class RMSNorm(nn.Module):
-    """Root mean square norm of the last dimension, times the weight."""
-
-    def __init__(self, size: int, eps: float, *, dtype=None, device=None) -> None:
-        super().__init__()
-        self.weight = empty_weight(size, dtype=dtype, device=device)
-        self.eps = eps
-
-    def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """The normed `x`, in its dtype, written to `out` (any row stride) when given."""
-        return rms_norm(x, self.weight, eps=self.eps, out=out)
-
-
-def add_norm(x: Tensor, residual: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-    """`norm(residual + x)` and the sum, in one launch."""
-    return add_rms_norm(x, residual, norm.weight, eps=norm.eps)
 
 
 class GatedMLP(nn.Module):
@@ -82,9 +109,10 @@ class GatedMLP(nn.Module):
         self.down_proj = Linear(intermediate, size, dtype=dtype, device=device)
         self.activation: Activation = activation
 
-    def forward(self, x: Tensor) -> Tensor:
-        """From x [T, size] to [T, size]."""
-        return self.down_proj(self.gate_up_proj(x, activation=self.activation))
+    def forward(self, joint: Joint, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """From the block's output [T, size] in front and the stream before that to its own, and the stream between."""
+        gated, stream = self.gate_up_proj.behind(joint, x, residual, activation=self.activation)
+        return self.down_proj(gated), stream
 
 
 class RotaryFrequencies(nn.Module):
@@ -357,8 +385,7 @@ class DecoderLayer(nn.Module):
         Their sum is the stream after the layer; the second is the stream before the MLP.
         """
         attended = self.self_attn(x, positions, kv, batch)
-        normed, stream = add_norm(attended, residual, self.post_attention_layernorm)
-        return self.mlp(normed), stream
+        return self.mlp(Joint(self.post_attention_layernorm), attended, residual)
 
 
 def merged_parts(model: nn.Module) -> dict[str, list[tuple[str, Tensor]]]:

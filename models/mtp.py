@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from tridraft.models.draft_head import DraftHead
-from tridraft.models.layers import DecoderLayer, DecoderShape, Linear, RMSNorm, add_norm
+from tridraft.models.layers import DecoderLayer, DecoderShape, Joint, Linear, RMSNorm
 from tridraft.models.paged import AttentionBatch, LayerKV
 from tridraft.models.weights import LoadReport
 
@@ -301,7 +301,7 @@ class MTP(DraftHead):
         branch, stream = module.layer(module.layer.input_layernorm(z), z, positions, kv[index], batch)
         if self._prenorm_feedback:
             return stream + branch
-        return add_norm(branch, stream, module.norm)[0]
+        return Joint(module.norm)(branch, stream)[0]
 
     def head_input(self, head_hidden: Tensor) -> Tensor:
         module: Any = self.chain[0]

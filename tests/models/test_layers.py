@@ -10,6 +10,7 @@ from _compare import assert_close_to_float64
 from tridraft.models import layers
 from tridraft.models.layers import (
     GatedMLP,
+    Joint,
     Linear,
     RMSNorm,
     RotaryFrequencies,
@@ -110,16 +111,17 @@ def test_linear_writes_into_a_strided_view(device):
     assert (buffer[:, 48:] == 0).all()
 
 
+@pytest.mark.parametrize("rows", [2, 7])
 @pytest.mark.parametrize("activation", ["gelu_tanh", "silu"])
-def test_gated_mlp(activation, device):
-    mlp = GatedMLP(32, 48, activation, device=device)
-    for parameter in mlp.parameters():
+def test_gated_mlp(activation, rows, device):
+    mlp, norm = GatedMLP(32, 48, activation, device=device), RMSNorm(32, 1e-6, device=device)
+    for parameter in (*mlp.parameters(), norm.weight):
         parameter.normal_().mul_(0.2)
-    x = torch.randn(7, 32, device=device)
+    x, residual = torch.randn(2, rows, 32, device=device)
 
     def formula(dtype):
         gate, up = mlp.gate_up_proj.weight.to(dtype).chunk(2)
-        y = x.to(dtype)
+        y = nn.functional.rms_norm(residual.to(dtype) + x.to(dtype), (32,), norm.weight.to(dtype), 1e-6)
         act = (
             nn.functional.gelu(y @ gate.T, approximate="tanh")
             if activation == "gelu_tanh"
@@ -127,7 +129,9 @@ def test_gated_mlp(activation, device):
         )
         return (act * (y @ up.T)) @ mlp.down_proj.weight.to(dtype).T
 
-    assert_close_to_float64(mlp(x), formula(torch.float64), formula(torch.float32))
+    out, stream = mlp(Joint(norm), x, residual)
+    assert_close_to_float64(out, formula(torch.float64), formula(torch.float32))
+    torch.testing.assert_close(stream, residual + x)
 
 
 def test_rms_norm_multiplies_by_its_weight(device):

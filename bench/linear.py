@@ -11,7 +11,7 @@ from norm import EPS, dtype_of
 from torch import Tensor
 
 from tridraft.kernels.activation import gated_act, gated_act_reference
-from tridraft.kernels.linear import linear, linear_reference
+from tridraft.kernels.linear import linear, linear_reference, norm_linear
 from tridraft.kernels.norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 
 ROWS = (1, 8, 32)
@@ -43,7 +43,9 @@ def linear_case(rows: int, out_features: int, in_features: int) -> Case:
 
 
 def chain_case(rows: int, hidden: int, size: int) -> Case:
-    """rms_norm → gate and up → gated_act → down → add_rms_norm, with our norms and activation around either product."""
+    """An MLP behind its norm, and a norm behind it: in three launches, in five with our norms and activation around
+    either product.
+    """
 
     def inputs(device: torch.device) -> tuple[Tensor, ...]:
         def normal(*shape: int, scale: float = 1.0) -> Tensor:
@@ -57,6 +59,10 @@ def chain_case(rows: int, hidden: int, size: int) -> Case:
         branch = linear_reference(gated_act_reference(merged, "gelu_tanh"), down)
         return add_rms_norm_reference(branch, x, before, after, None, EPS)
 
+    def fused(gate_up: Tensor, down: Tensor, before: Tensor, after: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        merged, _ = norm_linear(x, before, gate_up, eps=EPS, activation="gelu_tanh")
+        return add_rms_norm(linear(merged, down), x, before, post_weight=after, eps=EPS)
+
     def chain(product: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
         def run(gate_up: Tensor, down: Tensor, before: Tensor, after: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
             merged = product(rms_norm(x, before, eps=EPS), gate_up)
@@ -69,7 +75,7 @@ def chain_case(rows: int, hidden: int, size: int) -> Case:
         name=f"mlp chain [{rows}, {hidden}] {size}",
         inputs=inputs,
         reference=reference,
-        providers={"tridraft": chain(linear), "torch": chain(linear_reference)},
+        providers={"tridraft": fused, "five launches": chain(linear), "torch": chain(linear_reference)},
         bytes=2 * (3 * hidden * size + 2 * hidden + 3 * rows * hidden),
         anchor="torch",
         headline=rows == 1,

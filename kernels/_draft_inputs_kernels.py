@@ -5,6 +5,7 @@ programs are in flight at once and that the launch itself overlaps the kernel be
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import triton
@@ -271,6 +272,7 @@ class TokenLaunch:
         return {"num_warps": self.num_warps, **pdl_options(arch_of(tensor.device))}
 
 
+@lru_cache
 def token_launch(num_requests: int, num_rows: int) -> TokenLaunch:
     """Launch settings of the operations over packed rows."""
     # A verify batch has K + 1 rows a request: one block, and a single warp has the shortest way from load to store.
@@ -293,6 +295,7 @@ class RowLaunch:
         return {"num_warps": self.num_warps, **pdl_options(arch_of(tensor.device))}
 
 
+@lru_cache
 def row_launch(hidden_size: int) -> RowLaunch:
     """Launch settings of the operations with one row a request."""
     # A program waits for two dependent loads (row index, then row), so a wide row gets more programs rather than

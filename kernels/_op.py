@@ -28,15 +28,20 @@ _library = torch.library.Library("tridraft", "DEF")
 def register(name: str, *, mutates: tuple[str, ...]) -> Callable[[Callable[..., None]], Any]:
     """Declare `tridraft::name` to PyTorch with its true mutation schema, for every device and for tracing.
 
-    `Library.define` costs about 2 µs a call where `torch.library.custom_op` costs about 25 µs; both are opaque
-    to the compiler, which keeps the launch settings that each operation chooses for itself.
+    It is opaque to the compiler, which keeps the launch settings that each operation chooses for itself. Where nothing
+    traces, the function is called as it is: the dispatcher takes about 0.5 µs an argument.
     """
 
-    def decorate(fn: Callable[..., None]) -> Any:
+    def decorate(fn: Callable[..., None]) -> Callable[..., None]:
         _library.define(name + torch.library.infer_schema(fn, mutates_args=mutates))
         _library.impl(name, fn, "CompositeExplicitAutograd")
         torch.library.register_fake(f"tridraft::{name}", lambda *args, **kwargs: None, lib=_library)
-        return getattr(torch.ops.tridraft, name).default
+        operation = getattr(torch.ops.tridraft, name).default
+
+        def call(*args: Any) -> None:
+            (operation if torch.compiler.is_compiling() else fn)(*args)
+
+        return call
 
     return decorate
 

@@ -213,6 +213,7 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
             sampling_positions=self.zeros(self.num_speculative_tokens, reqs),
         )
         self._row_views: dict[int, tuple[PassBuffers, StepBuffers]] = {}
+        self._draft_views: dict[tuple[int, int], Tensor] = {}
         if self.writes_draft_kv:
             tokens = config.max_num_batched_tokens + reqs * self.repeated_rows
             self.prefill = PrefillBuffers(
@@ -289,7 +290,6 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         with torch.no_grad():
             capture_graphs(managers, self.target.device)
 
-    @torch.no_grad()
     def propose(
         self,
         batch: InputBatch,
@@ -319,7 +319,7 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
             self._run_owning(batch, verify, hidden, multimodal, wanted, eager)
         elif wanted.num_steps:
             self._run_reading(batch, verify, hidden, wanted, eager)
-        return self.drafts[:steps, : batch.num_reqs].t()
+        return self._drafted(steps, batch.num_reqs)
 
     def wanted_steps(self, num_speculative_tokens: int | None) -> int:
         """Drafts that a call asks for, checked."""
@@ -367,6 +367,12 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         if not self.bound:
             raise RuntimeError("the speculator has no cache: call load_model, then set_kv_cache")
 
+    def _drafted(self, steps: int, reqs: int) -> Tensor:
+        """The drafts `[reqs, steps]`; as `_rows`, cut once a size."""
+        if (steps, reqs) not in self._draft_views:
+            self._draft_views[steps, reqs] = self.drafts[:steps, :reqs].t()
+        return self._draft_views[steps, reqs]
+
     def _rows(self, reqs: int) -> tuple[PassBuffers, StepBuffers]:
         """The first `reqs` rows of the buffers, cut once a size: a view takes longer than a look-up."""
         if reqs not in self._row_views:
@@ -404,6 +410,7 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         else:
             self._decode(bucket)
 
+    @torch.no_grad()
     def _run_owning(
         self,
         batch: InputBatch,
@@ -547,6 +554,7 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         self._prefill(bucket)
         self._decode(bucket)
 
+    @torch.no_grad()
     def _decode(self, bucket: Bucket) -> None:
         """Draft steps of one row a request: all but the prefill, which has staged what they need of the slots."""
         first = self.prefill_steps

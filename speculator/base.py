@@ -183,7 +183,7 @@ class DraftModelSpeculator(BaseSpeculator):
         """
         if self.config.data_parallel_group is None:
             return wanted, eager
-        sizes = torch.tensor([*wanted.sizes, eager])
+        sizes = torch.tensor([*wanted, eager])
         torch.distributed.all_reduce(sizes, torch.distributed.ReduceOp.MAX, group=self.config.data_parallel_group)
         *largest, any_eager = sizes.tolist()
         return Bucket(*largest), bool(any_eager)

@@ -10,10 +10,9 @@ import logging
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,8 +43,7 @@ class CUDAGraphMode(Enum):
         return CUDAGraphMode.NONE if self is CUDAGraphMode.FULL_DECODE_ONLY else self
 
 
-@dataclass(frozen=True, order=True)
-class Bucket:
+class Bucket(NamedTuple):
     """Sizes of a batch.
 
     Attributes:
@@ -60,14 +58,9 @@ class Bucket:
     max_query_len: int
     num_steps: int
 
-    @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """All of them."""
-        return astuple(self)
-
     def holds(self, other: "Bucket") -> bool:
         """Whether a batch of `other`'s sizes can be padded to this one."""
-        return all(ours >= theirs for ours, theirs in zip(self.sizes, other.sizes, strict=True))
+        return all(ours >= theirs for ours, theirs in zip(self, other, strict=True))
 
 
 def request_counts(max_num_reqs: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 import logging
 
+import torch
 from torch import Tensor
 
 from tridraft.models.hf_target import HFTarget
@@ -46,6 +47,7 @@ class MTPSpeculator(HeadSpeculator):
         super().load_model(target)
         self.history = PassHistory(self.step.hidden, self.repeated_rows)
 
+    @torch.no_grad()
     def propose(
         self,
         batch: InputBatch,

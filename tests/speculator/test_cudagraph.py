@@ -121,7 +121,7 @@ def test_every_size_is_at_least_as_large():
     bucket = Bucket(8, 4, 2, 3)
     assert bucket.holds(bucket)
     for index in range(4):
-        larger, smaller = list(bucket.sizes), list(bucket.sizes)
+        larger, smaller = list(bucket), list(bucket)
         larger[index] += 1
         smaller[index] -= 1
         assert not bucket.holds(Bucket(*larger))

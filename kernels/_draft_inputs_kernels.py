@@ -10,9 +10,8 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from tridraft.kernels._op import DEBUG, arch_of, cdiv, next_power_of_2
+from tridraft.kernels._op import DEBUG, Arch, cdiv, next_power_of_2
 from tridraft.kernels._pdl import pdl_options, pdl_wait
 
 
@@ -260,45 +259,30 @@ def slot_mapping_kernel(
 
 
 @dataclass(frozen=True)
-class TokenLaunch:
-    """Launch of an operation over packed rows: each request's rows in blocks, shared by `splits` programs."""
+class Launch:
+    """How an operation is launched: elements of a program, programs that share a row, and the kernel's options."""
 
     block: int
     splits: int
-    num_warps: int
-
-    def options(self, tensor: Tensor) -> dict[str, Any]:
-        """Keyword arguments of the launch on the tensor's device."""
-        return {"num_warps": self.num_warps, **pdl_options(arch_of(tensor.device))}
+    options: dict[str, Any]
 
 
 @lru_cache
-def token_launch(num_requests: int, num_rows: int) -> TokenLaunch:
-    """Launch settings of the operations over packed rows."""
+def token_launch(num_requests: int, num_rows: int, arch: Arch) -> Launch:
+    """Launch settings of the operations over packed rows: each request's rows in blocks, shared by the splits."""
     # A verify batch has K + 1 rows a request: one block, and a single warp has the shortest way from load to store.
     block = 256
     # Only a prompt chunk has more rows. Which request owns it is not known on the host, so each gets the splits that
     # keep 128 programs in flight, as many as every supported card runs at once; those without rows leave at once.
     splits = min(cdiv(max(num_rows, 1), block), max(1, 128 // max(num_requests, 1)))
-    return TokenLaunch(block, splits, num_warps=1)
-
-
-@dataclass(frozen=True)
-class RowLaunch:
-    """Launch of an operation with one row a request: its hidden row in blocks of columns."""
-
-    block: int
-    num_warps: int
-
-    def options(self, tensor: Tensor) -> dict[str, Any]:
-        """Keyword arguments of the launch on the tensor's device."""
-        return {"num_warps": self.num_warps, **pdl_options(arch_of(tensor.device))}
+    return Launch(block, splits, {"BLOCK": block, "num_warps": 1, **pdl_options(arch)})
 
 
 @lru_cache
-def row_launch(hidden_size: int) -> RowLaunch:
-    """Launch settings of the operations with one row a request."""
+def row_launch(hidden_size: int, arch: Arch) -> Launch:
+    """Launch settings of the operations with one row a request: its hidden row in blocks of columns."""
     # A program waits for two dependent loads (row index, then row), so a wide row gets more programs rather than
     # longer ones; 256 elements are one 16-byte load a lane in bf16.
     block = min(next_power_of_2(max(hidden_size, 1)), 1024)
-    return RowLaunch(block, num_warps=max(1, block // 256))
+    options = {"BLOCK_H": block, "num_warps": max(1, block // 256), **pdl_options(arch)}
+    return Launch(block, max(1, cdiv(hidden_size, block)), options)

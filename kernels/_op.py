@@ -7,9 +7,8 @@ of its own that could drift from the real one.
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -124,8 +123,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """Floating point types every operation takes."""
 
 
-@dataclass(frozen=True)
-class Arch:
+class Arch(NamedTuple):
     """What a launch ladder may depend on.
 
     Attributes:

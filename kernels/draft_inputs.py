@@ -39,7 +39,7 @@ from tridraft.kernels._draft_inputs_reference import (
     prepare_prefill_inputs_reference,
     update_draft_inputs_reference,
 )
-from tridraft.kernels._op import FLOATS, Impl, cdiv, check_tensor, register, use_triton
+from tridraft.kernels._op import FLOATS, Impl, arch_of, check_tensor, register, use_triton
 from tridraft.kernels.pad_requests import pad_requests_reference
 
 _INTS = (torch.int32, torch.int64)
@@ -73,14 +73,13 @@ def _prepare_prefill_inputs(
     padded = (out_query_start_loc, out_seq_lens, out_idx_mapping, out_num_rejected)
     if triton:
         rows = last_token_indices.shape[0]
-        launch = token_launch(rows, num_rows)
+        launch = token_launch(rows, num_rows, arch_of(input_ids.device))
         kernel: Any = prefill_inputs_kernel[(rows + 1, launch.splits)]
         kernel(
             *(target_input_ids, target_positions, query_start_loc, idx_mapping, last_sampled, next_prefill_tokens),
             *(num_sampled, num_rejected, seq_lens, *outputs, *padded),
             *(num_reqs, num_tokens, num_rows, last_sampled.shape[0]),
-            BLOCK=launch.block,
-            **launch.options(input_ids),
+            **launch.options,
         )
         return
     lengths = torch.zeros_like(idx_mapping) if seq_lens is None else seq_lens
@@ -130,17 +129,16 @@ def _prepare_decode_inputs(
     num_reqs, (num_rows, hidden_size) = idx_mapping.shape[0], out_hidden.shape
     target = (hidden, query_start_loc, seq_lens, idx_mapping, num_rejected)
     if triton:
-        launch = row_launch(hidden_size)
+        launch = row_launch(hidden_size, arch_of(hidden.device))
         num_slots = 2**31 - 1 if last_sampled is None else last_sampled.shape[0]
         sizes = (num_reqs, hidden.shape[0], num_slots, hidden_size, *_table_sizes(block_table))
-        kernel: Any = decode_inputs_kernel[(num_rows, max(1, cdiv(hidden_size, launch.block)))]
+        kernel: Any = decode_inputs_kernel[(num_rows, launch.splits)]
         kernel(
             *(*target, tokens, last_sampled, next_prefill_tokens, num_sampled),
             *(input_ids, positions, out_seq_lens, out_hidden, out_idx_mapping, block_table, slot_mapping),
             *(*sizes, hidden.stride(0), out_hidden.stride(0), block_size, max_model_len, position_shift),
             ADVANCE=advance_positions,
-            BLOCK_H=launch.block,
-            **launch.options(hidden),
+            **launch.options,
         )
         return
     if tokens is None:
@@ -182,15 +180,14 @@ def _update_draft_inputs(
 ) -> None:
     if triton:
         hidden_size = 1 if hidden is None else hidden.shape[1]
-        launch = row_launch(hidden_size)
+        launch = row_launch(hidden_size, arch_of(tokens.device))
         strides = [0 if tensor is None else tensor.stride(0) for tensor in (hidden, out_hidden)]
-        kernel: Any = update_inputs_kernel[(idx_mapping.shape[0], max(1, cdiv(hidden_size, launch.block)))]
+        kernel: Any = update_inputs_kernel[(idx_mapping.shape[0], launch.splits)]
         kernel(
             *(tokens, hidden, idx_mapping, input_ids, positions, seq_lens, out_hidden, block_table, slot_mapping),
             *(hidden_size, *_table_sizes(block_table), *strides, block_size, max_model_len),
             ADVANCE=advance_positions,
-            BLOCK_H=launch.block,
-            **launch.options(tokens),
+            **launch.options,
         )
         return
     ids, places, lengths, slots = update_draft_inputs_reference(
@@ -219,13 +216,12 @@ def _compute_slot_mapping(
 ) -> None:
     if triton:
         num_reqs, num_rows = block_table.shape[0], out.shape[0]
-        launch = token_launch(num_reqs, num_rows)
+        launch = token_launch(num_reqs, num_rows, arch_of(out.device))
         kernel: Any = slot_mapping_kernel[(num_reqs + 1, launch.splits)]
         kernel(
             *(positions, query_start_loc, block_table, idx_mapping, num_rejected, out),
             *(num_reqs, num_rows, *_table_sizes(block_table), block_size, max_model_len),
-            BLOCK=launch.block,
-            **launch.options(out),
+            **launch.options,
         )
         return
     slots = compute_slot_mapping_reference(
@@ -414,7 +410,8 @@ def prepare_decode_inputs(
     _check_ints(device, num_rows, out_idx_mapping=out_idx_mapping)
     if num_rows < num_reqs:
         raise ValueError(f"out_hidden: got {num_rows} rows, needs at least {num_reqs}")
-    _check_ints(device, "S", last_sampled=last_sampled, next_prefill_tokens=next_prefill_tokens)
+    slots = "S" if last_sampled is None else last_sampled.shape[0]
+    _check_ints(device, slots, last_sampled=last_sampled, next_prefill_tokens=next_prefill_tokens)
     bonus_rule = last_sampled is not None and next_prefill_tokens is not None and num_sampled is not None
     if tokens is None and not bonus_rule:
         raise ValueError("tokens: got None, needs it or last_sampled, next_prefill_tokens and num_sampled")

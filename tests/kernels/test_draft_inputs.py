@@ -456,16 +456,18 @@ def test_compiles_into_a_full_graph(device, monkeypatch):
 
 
 def test_launches():
+    arch = TARGETS["sm_90"][1]
     for num_requests in (0, 1, 8, 256):
         for num_rows in (0, 1, 300, 8192):
-            launch = token_launch(num_requests, num_rows)
+            launch = token_launch(num_requests, num_rows, arch)
             assert launch.block == 256  # the batch must not reach a constexpr
             assert 1 <= launch.splits * max(num_requests, 1) <= max(128, num_requests)
-    assert token_launch(64, 64 * 4).splits == 1
+    assert token_launch(64, 64 * 4, arch).splits == 1
     for hidden_size in (1, 256, 1536, 5376):
-        launch = row_launch(hidden_size)
-        assert launch.block // (32 * launch.num_warps) <= 8
-        assert launch.num_warps <= 4
+        launch = row_launch(hidden_size, arch)
+        assert launch.block // (32 * launch.options["num_warps"]) <= 8
+        assert launch.options["num_warps"] <= 4
+        assert launch.block * launch.splits >= hidden_size
 
 
 @pytest.mark.compiled

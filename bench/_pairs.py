@@ -142,11 +142,11 @@ def random_cache(target: Target, num_reqs: int, context: int) -> KVCache:
     return kv
 
 
-def verify_pass(
-    target: Target, num_reqs: int, context: int, steps: int, num_slots: int
+def target_pass(
+    target: Target, num_reqs: int, context: int, rows: int, num_slots: int
 ) -> tuple[InputBatch, VerifyResult, SamplingState, Tensor]:
-    """The arguments of `propose` after `steps` drafts of each request were verified and accepted."""
-    device, rows = target.device, steps + 1
+    """The arguments of `propose` after a pass over the last `rows` tokens of each request, all of them accepted."""
+    device = target.device
 
     def ints(count: int, high: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.randint(0, high, (count,), device=device, dtype=dtype)

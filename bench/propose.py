@@ -10,10 +10,11 @@ order. Every provider starts each call from a cold L2, as it is after a pass of 
 - transformers: the drafting loop of its assisted generation, one request at a time
 
 What is reported of each: µs of a call on the device (median, 20th and 80th percentile) and by the wall clock from an
-idle device to the drafts; of tridraft also the Python time of a call, and from a trace of one replay how many kernels a
-further draft step launches and how long no kernel was running. `step` is a further draft step, a third of the
-difference between 4 drafts and 1; its floor is the time to read its weights, the rows of the head it has to score and
-the keys and values in view, each once, at the card's measured read rate.
+idle device to the drafts; of tridraft also the Python time of a call, its time on the device after a pass over the whole
+prompt (`prefill`, batch 1), and from a trace of one replay how many kernels a further draft step launches and how long
+no kernel was running. `step` is a further draft step, a third of the difference between 4 drafts and 1; its floor is the
+time to read its weights, the rows of the head it has to score and the keys and values in view, each once, at the card's
+measured read rate.
 
     PYTHONPATH=src python bench/propose.py                            # writes bench/results/<gpu>/propose.json
     PYTHONPATH=src python bench/propose.py --assistants 12B --batches 1 --contexts 8192 --kernels     # only prints
@@ -35,7 +36,7 @@ import torch
 from _dense import dense_keys
 from _dense import propose as dense_propose
 from _harness import ROOT, Machine, gpu_slug
-from _pairs import cache_bytes, config_json, random_assistant, random_cache, random_target, verify_pass
+from _pairs import cache_bytes, config_json, random_assistant, random_cache, random_target, target_pass
 from torch import Tensor
 
 from tridraft.models.gemma4_mtp import Gemma4MTP
@@ -72,6 +73,7 @@ class Row:
     floor_us: float = 0.0
     launches: float = 0.0
     idle_percent: float = 0.0
+    prefill_us: float = 0.0
     same_drafts: float = 0.0
     note: str = ""
 
@@ -202,7 +204,7 @@ class Shape:
     def __init__(self, name: str, model: Gemma4MTP, target: Any, batch: int, context: int) -> None:
         self.name, self.model, self.target, self.batch, self.context = name, model, target, batch, context
         self.kv = random_cache(target, batch, context)
-        self.arguments = verify_pass(target, batch, context, STEPS, batch)
+        self.arguments = target_pass(target, batch, context, STEPS + 1, batch)
         self.captured = self.speculator(CUDAGraphMode.FULL)
         self.captured.decode_graphs.buckets = [Bucket(batch, batch, 1, steps) for steps in (STEPS, 1)]
         self.captured.capture()
@@ -283,6 +285,10 @@ class Shape:
             kernels = trace(self.replay)
             values["launches"] = (len(kernels) - len(trace(lambda: self.replay(1)))) / (STEPS - 1)
             values["idle_percent"] = 100 * idle_share(kernels)
+            if self.batch == 1:
+                prompt = target_pass(self.target, 1, self.context, self.context, 1)
+                times = timer.device_us(lambda: self.captured.propose(*prompt))
+                values["prefill_us"] = statistics.median(times)
         rounded: dict[str, Any] = {key: round(value, 2) for key, value in values.items()}
         return Row(*about, same_drafts=round(same, 3), **rounded)
 
@@ -298,7 +304,7 @@ class Shape:
 def format_table(rows: Sequence[Row]) -> str:
     """One line a row."""
     head = f"{'assistant':9} {'batch':>5} {'context':>7} {'provider':12} {'µs':>9} {'p20–p80':>17} {'wall':>9} {'×':>6}"
-    lines = [f"{head} {'python':>6} {'step':>7} {'floor':>7} {'%':>4} {'launches':>8} {'idle':>5} same"]
+    lines = [f"{head} {'python':>6} {'step':>7} {'floor':>7} {'%':>4} {'launches':>8} {'idle':>5} {'prefill':>7} same"]
     ours = {(row.assistant, row.batch, row.context): row.us for row in rows if row.provider == "tridraft"}
     for row in rows:
         shape = f"{row.assistant:9} {row.batch:5} {row.context:7} {row.provider:12}"
@@ -311,7 +317,8 @@ def format_table(rows: Sequence[Row]) -> str:
         if row.provider == "tridraft":
             line += f" {row.python_us:6.1f} {row.step_us:7.2f} {row.floor_us:7.2f}"
             line += f" {100 * row.floor_us / row.step_us:4.0f} {row.launches:8.1f} {row.idle_percent:4.1f}%"
-        lines.append(line if row.provider in ("tridraft", "transformers") else f"{line} {row.same_drafts:43.2f}")
+            line += f" {row.prefill_us:7.1f}" if row.prefill_us else ""
+        lines.append(line if row.provider in ("tridraft", "transformers") else f"{line} {row.same_drafts:51.2f}")
     return "\n".join(lines)
 
 

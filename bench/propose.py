@@ -10,11 +10,11 @@ order. Every provider starts each call from a cold L2, as it is after a pass of 
 - transformers: the drafting loop of its assisted generation, one request at a time
 
 What is reported of each: µs of a call on the device (median, 20th and 80th percentile) and by the wall clock from an
-idle device to the drafts; of tridraft also the Python time of a call, its time on the device after a pass over the whole
+idle device to the drafts; of tridraft also the Python time of a call, its time on the device after a pass over a whole
 prompt (`prefill`, batch 1), and from a trace of one replay how many kernels a further draft step launches and how long
-no kernel was running. `step` is a further draft step, a third of the difference between 4 drafts and 1; its floor is the
-time to read its weights, the rows of the head it has to score and the keys and values in view, each once, at the card's
-measured read rate.
+no kernel was running. `step` is a further draft step, a third of the difference between 4 drafts and 1; its floor is
+the time to read its weights, the rows of the head it has to score and the keys and values in view, each once, at the
+card's measured read rate.
 
     PYTHONPATH=src python bench/propose.py                            # writes bench/results/<gpu>/propose.json
     PYTHONPATH=src python bench/propose.py --assistants 12B --batches 1 --contexts 8192 --kernels     # only prints

@@ -94,9 +94,53 @@ def _blocks(table_ptr, first, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constex
 
 
 @triton.jit
+def _attend_tile(
+    acc, acc_odd, peak, total, q, q_odd, k, k_odd, v, keys, positions, scale, softcap, window,
+    PACKED: tl.constexpr, HALVES: tl.constexpr, MASKED: tl.constexpr, TURNED: tl.constexpr,
+):  # fmt: skip
+    """One step of the online softmax: a tile's scores, weights and weighted values; with TURNED `k` is transposed."""
+    # Every float8_e4m3fn is a float16, and float16 holds the weights better than bfloat16 does.
+    FP8: tl.constexpr = v.dtype.primitive_bitwidth == 8
+    v_dtype: tl.constexpr = tl.float16 if FP8 and q.dtype != tl.float32 else q.dtype
+    # Keeps sums of 2 ** −120 of the values away from where float32 runs out of bits.
+    LIFT: tl.constexpr = 64.0 if PACKED and q.dtype == tl.bfloat16 else 0.0
+    WIDE: tl.constexpr = len(total.shape) == 2
+    if PACKED:
+        k, k_odd = _unpack(k, q.dtype)
+        scores = tl.dot(q_odd, tl.trans(k_odd), tl.dot(q, tl.trans(k))) * scale
+    elif HALVES:
+        # Scaled one by one: as a plain sum, Triton makes them one chain again.
+        scores = tl.dot(q, tl.trans(k)) * scale + tl.dot(q_odd, tl.trans(k_odd)) * scale
+    elif TURNED:
+        scores = tl.dot(q, k) * scale
+    else:
+        scores = tl.dot(q, tl.trans(_upcast(k, q.dtype)), input_precision="ieee") * scale
+    if softcap is not None:
+        # tanh(x) = 1 − 2 / (1 + exp(2x)), with the scale of x in `scale` already.
+        scores = (softcap * LOG2E) * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * LOG2E))))
+    if MASKED:
+        visible = keys <= positions[:, None]
+        if window is not None:
+            visible &= keys > positions[:, None] - window
+        scores = tl.where(visible, scores, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(scores, 1) - LIFT)
+    weights = tl.exp2(scores - new_peak[:, None])
+    decay = tl.exp2(peak - new_peak)
+    total = total * decay[:, None] + weights if WIDE else total * decay + tl.sum(weights, 1)
+    weights = weights.to(v_dtype)
+    if PACKED:
+        v, v_odd = _unpack(v, q.dtype)
+        acc = tl.dot(weights, v, acc * decay[:, None])
+        acc_odd = tl.dot(weights, v_odd, acc_odd * decay[:, None])
+    else:
+        acc = tl.dot(weights, _upcast(v, v_dtype), acc * decay[:, None], input_precision="ieee")
+    return acc, acc_odd, new_peak, total
+
+
+@triton.jit
 def attend(
     acc,  # [BLOCK_M, BLOCK_V] f32; of pairs the even columns
-    acc_odd,  # of pairs the odd columns
+    acc_odd,  # of pairs the odd columns; else passed on as it is
     peak,  # [BLOCK_M] f32, base-2 logarithm
     total,  # [BLOCK_M] f32, or [BLOCK_M, BLOCK_N] to be summed
     q,  # [BLOCK_M, BLOCK_D]; of pairs the even columns
@@ -110,9 +154,9 @@ def attend(
     v_ptr,
     offs_v,  # [BLOCK_V] columns of the values
     stride_kb,
-    stride_ks,
+    stride_ks: tl.constexpr,
     stride_vb,
-    stride_vs,
+    stride_vs: tl.constexpr,
     num_blocks,
     scale,
     softcap,
@@ -121,24 +165,29 @@ def attend(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
+    HALVES: tl.constexpr,
+    LOADS_FIRST: tl.constexpr,
 ):
     """Online softmax over keys begin … end − 1, all of them visible to every row unless MASKED.
 
     `begin` is aligned as `whole_blocks` says; `end` is a whole number of tiles after it, or past what any row sees.
+
+    With HALVES, `q` is the first half of the queries' columns and `q_odd` the second: two sums in flight instead of one
+    chain of products that wait for each other. With LOADS_FIRST, a tile's products come behind the next tile's loads.
     """
     PACKED: tl.constexpr = k_ptr.dtype.element_ty == PAIR
-    COLUMNS: tl.constexpr = HEAD_DIM // 2 if PACKED else HEAD_DIM
+    COLUMNS: tl.constexpr = HEAD_DIM // 2 if PACKED or HALVES else HEAD_DIM
+    VALUES: tl.constexpr = HEAD_DIM // 2 if PACKED else HEAD_DIM
     PADDED: tl.constexpr = q.shape[1] != COLUMNS
     offs_d = tl.arange(0, q.shape[1])[None, :]
     offs_v = offs_v[None, :]
-    # Every float8_e4m3fn is a float16, and float16 holds the weights better than bfloat16 does.
-    FP8: tl.constexpr = v_ptr.dtype.element_ty.primitive_bitwidth == 8
-    v_dtype: tl.constexpr = tl.float16 if FP8 and q.dtype != tl.float32 else q.dtype
-    # Keeps sums of 2 ** −120 of the values away from where float32 runs out of bits.
-    LIFT: tl.constexpr = 64.0 if PACKED and q.dtype == tl.bfloat16 else 0.0
+    # Triton's pipeline puts the loads of a later tile at the end of the loop's body, where two stages leave them no
+    # time. Only an `if` goes behind them, so the products are in one that is always taken, and the loop itself names
+    # its stages, or loads would not be pipelined without a product beside them.
+    FIRST: tl.constexpr = LOADS_FIRST and whole_blocks(BLOCK_SIZE, BLOCK_N) != 1
     offs_n = tl.arange(0, BLOCK_N)
     next_block = _blocks(table_ptr, begin, end, BLOCK_SIZE, BLOCK_N)
-    for first in range(begin, end, BLOCK_N):
+    for first in tl.range(begin, end, BLOCK_N, num_stages=2 if FIRST else None):
         # The blocks of the next tile are read a tile ahead: loads that wait for loads are not pipelined as deeply.
         keys = first + offs_n
         block = next_block.to(tl.int64)
@@ -155,41 +204,29 @@ def attend(
         v_offsets = (block * stride_vb)[:, None] + ((slot * stride_vs)[:, None] + offs_v)
         # A key that no row sees is in a block that exists, and its score is masked; a value's NaN would survive that.
         k = tl.load(k_ptr + k_offsets, mask=offs_d < COLUMNS, other=0.0) if PADDED else tl.load(k_ptr + k_offsets)
+        k_odd = tl.load(k_ptr + k_offsets + COLUMNS) if HALVES else k
         if MASKED:
             seen = keys < end
             if window is not None:
                 seen &= keys >= first_key
-            v = tl.load(v_ptr + v_offsets, mask=seen[:, None] & (offs_v < COLUMNS), other=0.0)
+            v = tl.load(v_ptr + v_offsets, mask=seen[:, None] & (offs_v < VALUES), other=0.0)
         elif PADDED:
-            v = tl.load(v_ptr + v_offsets, mask=offs_v < COLUMNS, other=0.0)
+            v = tl.load(v_ptr + v_offsets, mask=offs_v < VALUES, other=0.0)
         else:
             v = tl.load(v_ptr + v_offsets)
-        if PACKED:
-            k, k_odd = _unpack(k, q.dtype)
-            scores = tl.dot(q_odd, tl.trans(k_odd), tl.dot(q, tl.trans(k))) * scale
+        if FIRST:
+            # Turned behind the `if`, the keys would take a third buffer.
+            k = tl.trans(k)
+            if first < end:
+                acc, acc_odd, peak, total = _attend_tile(
+                    acc, acc_odd, peak, total, q, q_odd, k, k_odd, v, keys, positions, scale, softcap, window,
+                    PACKED, HALVES, MASKED, True,
+                )  # fmt: skip
         else:
-            scores = tl.dot(q, tl.trans(_upcast(k, q.dtype)), input_precision="ieee") * scale
-        if softcap is not None:
-            # tanh(x) = 1 − 2 / (1 + exp(2x)), with the scale of x in `scale` already.
-            scores = (softcap * LOG2E) * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * LOG2E))))
-        if MASKED:
-            visible = keys <= positions[:, None]
-            if window is not None:
-                visible &= keys > positions[:, None] - window
-            scores = tl.where(visible, scores, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1) - LIFT)
-        weights = tl.exp2(scores - new_peak[:, None])
-        decay = tl.exp2(peak - new_peak)
-        WIDE: tl.constexpr = len(total.shape) == 2
-        total = total * decay[:, None] + weights if WIDE else total * decay + tl.sum(weights, 1)
-        weights = weights.to(v_dtype)
-        if PACKED:
-            v, v_odd = _unpack(v, q.dtype)
-            acc = tl.dot(weights, v, acc * decay[:, None])
-            acc_odd = tl.dot(weights, v_odd, acc_odd * decay[:, None])
-        else:
-            acc = tl.dot(weights, _upcast(v, v_dtype), acc * decay[:, None], input_precision="ieee")
-        peak = new_peak
+            acc, acc_odd, peak, total = _attend_tile(
+                acc, acc_odd, peak, total, q, q_odd, k, k_odd, v, keys, positions, scale, softcap, window,
+                PACKED, HALVES, MASKED, False,
+            )  # fmt: skip
     return acc, acc_odd, peak, total
 
 

@@ -22,6 +22,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -37,7 +38,7 @@ from tridraft.kernels.draft_inputs import (
 )
 from tridraft.models.hf_target import HFTarget
 from tridraft.models.paged import AttentionBatch, LayerKV
-from tridraft.speculator.base import DraftModelSpeculator, PassBuffers
+from tridraft.speculator.base import DraftModelSpeculator
 from tridraft.speculator.batch import InputBatch, Multimodal, SamplingState, VerifyResult
 from tridraft.speculator.chain import follow
 from tridraft.speculator.cudagraph import (
@@ -107,6 +108,17 @@ class PrefillBuffers:
     slot_mapping: Tensor
     last_token_indices: Tensor
     inputs_embeds: Tensor
+
+    def rows(self, tokens: int, reqs: int) -> "PrefillBuffers":
+        """Views of the first `tokens` rows, of `reqs` requests."""
+        return PrefillBuffers(
+            input_ids=self.input_ids[:tokens],
+            positions=self.positions[:tokens],
+            hidden=self.hidden[:tokens],
+            slot_mapping=self.slot_mapping[:tokens],
+            last_token_indices=self.last_token_indices[:reqs],
+            inputs_embeds=self.inputs_embeds[:tokens],
+        )
 
 
 class AutoRegressiveSpeculator(DraftModelSpeculator):
@@ -212,8 +224,6 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
             slot_mapping=self.zeros(reqs) - 1,
             sampling_positions=self.zeros(self.num_speculative_tokens, reqs),
         )
-        self._row_views: dict[int, tuple[PassBuffers, StepBuffers]] = {}
-        self._draft_views: dict[tuple[int, int], Tensor] = {}
         if self.writes_draft_kv:
             tokens = config.max_num_batched_tokens + reqs * self.repeated_rows
             self.prefill = PrefillBuffers(
@@ -224,6 +234,10 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
                 last_token_indices=self.zeros(reqs),
                 inputs_embeds=self.zeros(tokens, target.hidden_size, dtype=dtype),
             )
+            self._tokens = lru_cache(1024)(self.prefill.rows)
+        # Cut once a size: a view takes longer than a look-up.
+        self._rows = lru_cache(1024)(lambda reqs: (self.passed.rows(reqs), self.step.rows(reqs)))
+        self._drafted = lru_cache(1024)(lambda steps, reqs: self.drafts[:steps, :reqs].t())
 
     def set_kv_cache(self, kv: KVCache) -> None:
         super().set_kv_cache(kv)
@@ -367,18 +381,6 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         if not self.bound:
             raise RuntimeError("the speculator has no cache: call load_model, then set_kv_cache")
 
-    def _drafted(self, steps: int, reqs: int) -> Tensor:
-        """The drafts `[reqs, steps]`; as `_rows`, cut once a size."""
-        if (steps, reqs) not in self._draft_views:
-            self._draft_views[steps, reqs] = self.drafts[:steps, :reqs].t()
-        return self._draft_views[steps, reqs]
-
-    def _rows(self, reqs: int) -> tuple[PassBuffers, StepBuffers]:
-        """The first `reqs` rows of the buffers, cut once a size: a view takes longer than a look-up."""
-        if reqs not in self._row_views:
-            self._row_views[reqs] = (self.passed.rows(reqs), self.step.rows(reqs))
-        return self._row_views[reqs]
-
     def _run_reading(
         self, batch: InputBatch, verify: VerifyResult, hidden: Tensor, wanted: Bucket, eager: bool
     ) -> None:
@@ -447,8 +449,8 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
                 self._decode(rest)
 
     def _stage_tokens(self, batch: InputBatch, verify: VerifyResult, hidden: Tensor, bucket: Bucket) -> None:
-        tokens, reqs, prefill = bucket.num_tokens, bucket.num_reqs, self.prefill
-        passed, _ = self._rows(reqs)
+        prefill = self._tokens(bucket.num_tokens, bucket.num_reqs)
+        passed, _ = self._rows(bucket.num_reqs)
         prefill.hidden[: batch.num_tokens].copy_(hidden)
         prepare_prefill_inputs(
             batch.input_ids,
@@ -459,9 +461,9 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
             verify.next_prefill_tokens,
             verify.num_sampled,
             verify.num_rejected,
-            input_ids=prefill.input_ids[:tokens],
-            positions=prefill.positions[:tokens],
-            last_token_indices=prefill.last_token_indices[:reqs],
+            input_ids=prefill.input_ids,
+            positions=prefill.positions,
+            last_token_indices=prefill.last_token_indices,
             seq_lens=batch.seq_lens,
             out_query_start_loc=passed.query_start_loc,
             out_seq_lens=passed.seq_lens,
@@ -474,8 +476,9 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
 
         A chunk's last row is followed by a token of another pass; where that is no text, it gets its placeholder's.
         """
-        count, following = batch.num_tokens, self.prefill.inputs_embeds[: bucket.num_tokens]
-        following.copy_(self.model.embed(self.prefill.input_ids[: bucket.num_tokens]))
+        count, prefill = batch.num_tokens, self._tokens(bucket.num_tokens, bucket.num_reqs)
+        following = prefill.inputs_embeds
+        following.copy_(self.model.embed(prefill.input_ids))
         begins = torch.zeros(count + 1, dtype=torch.bool, device=following.device)
         begins.index_fill_(0, batch.query_start_loc.long(), True)
         taken = (multimodal.mask & ~begins[:count])[1:, None]
@@ -502,35 +505,33 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
 
     def _prefill(self, bucket: Bucket, inputs_embeds: Tensor | None = None) -> None:
         """Draft step 0 over the pass's tokens, and the inputs of step 1; with no steps, its keys alone."""
-        tokens, reqs, prefill = bucket.num_tokens, bucket.num_reqs, self.prefill
-        passed, step = self._rows(reqs)
+        prefill = self._tokens(bucket.num_tokens, bucket.num_reqs)
+        passed, step = self._rows(bucket.num_reqs)
         idx_mapping, num_rejected = passed.idx_mapping, passed.num_rejected
         requests = (passed.query_start_loc, passed.seq_lens)
-        positions = prefill.positions[:tokens]
-        self._stage_slots(reqs)
-        tables = self._block_tables(reqs)
+        self._stage_slots(bucket.num_reqs)
+        tables = self._block_tables(bucket.num_reqs)
         slots: dict[str, Any] = {"block_size": self.kv.block_size, "max_model_len": self.config.max_model_len}
         slot_mapping = compute_slot_mapping(
-            positions,
+            prefill.positions,
             requests[0],
             tables[self.group],
             idx_mapping=idx_mapping,
             num_rejected=num_rejected,
-            out=prefill.slot_mapping[:tokens],
+            out=prefill.slot_mapping,
             **slots,
         )
         batch = AttentionBatch(*requests, tables, (slot_mapping,) * len(tables), bucket.max_query_len, self.attention)
-        input_ids, last = prefill.input_ids[:tokens], prefill.last_token_indices[:reqs]
-        hidden = self.combine_hidden_states(prefill.hidden[:tokens])
+        input_ids, hidden = prefill.input_ids, self.combine_hidden_states(prefill.hidden)
         drafted: Tensor | None = None
         for number in range(max(1, min(self.prefill_steps, bucket.num_steps))):
             if drafted is not None:
                 input_ids = follow(input_ids, requests[0], num_rejected, drafted)
             draft_hidden, hidden = self._forward(
-                input_ids, positions, hidden, batch, number, inputs_embeds=inputs_embeds
+                input_ids, prefill.positions, hidden, batch, number, inputs_embeds=inputs_embeds
             )
             if bucket.num_steps:
-                last_hidden = draft_hidden.index_select(0, last)
+                last_hidden = draft_hidden.index_select(0, prefill.last_token_indices)
                 drafted = self.sample_draft(last_hidden, idx_mapping, step.sampling_positions[number], number)
         if self.prefill_steps > 1 or not bucket.num_steps:
             return

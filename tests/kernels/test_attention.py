@@ -7,8 +7,16 @@ from _aot import TARGETS, record_launches
 from _attention_batches import check, exact_attention, new_batch, torch_attention
 from _compare import assert_close_to_float64
 from conftest import INTERPRET
-from tridraft.kernels._op import Arch
-from tridraft.kernels.attention import FP8, SPLIT_QUERIES, paged_attention, prefill_config, shared_memory, split_config
+from tridraft.kernels._op import Arch, arch_of
+from tridraft.kernels.attention import (
+    FP8,
+    SPLIT_QUERIES,
+    combine_config,
+    paged_attention,
+    prefill_config,
+    shared_memory,
+    split_config,
+)
 
 DTYPES = [torch.float16, torch.float32] if INTERPRET else [torch.bfloat16, torch.float16, torch.float32]
 """The interpreter multiplies bfloat16 bits as integers, so bfloat16 kernels are tested on the GPU only."""
@@ -251,6 +259,30 @@ def test_any_number_of_parts(num_sms, impl, device, monkeypatch):
     check(new_batch(lengths, num_heads=2, num_kv_heads=1, head_dim=16, device=device), impl)
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "block_size", "window"),
+    [
+        (256, 16, 20),
+        gpu_only(256, 64, None),
+        gpu_only(256, 1, None),
+        gpu_only(512, 16, None),
+        gpu_only(512, 16, 20),
+        gpu_only(512, 64, 40),
+    ],
+)
+def test_prefill_of_128_rows_a_tile(head_dim, block_size, window, impl, device, monkeypatch):
+    """The tiles of long prompts, whose loads come first on Hopper, at lengths that the oracle can take."""
+    arch = arch_of(device)._replace(num_sms=1)
+    monkeypatch.setattr("tridraft.kernels.attention.arch_of", lambda _: arch)
+    dtype = torch.float16 if INTERPRET else torch.bfloat16
+    lengths = [(33, 133), (17, 17)] if INTERPRET else [(33, 533), (0, 0), (70, 70), (3, 40)]
+    batch = new_batch(
+        lengths, num_heads=8, num_kv_heads=1, head_dim=head_dim, block_size=block_size, dtype=dtype, window=window,
+        device=device,
+    )  # fmt: skip
+    check(batch, impl, window=window)
+
+
 def test_large_scores_and_equal_keys(impl, device):
     """Scores in the thousands neither overflow nor cancel; equal ones average."""
     batch = new_batch([(1, 70), (2, 40)], head_dim=32, device=device)
@@ -359,6 +391,27 @@ def test_short_windows_that_fill_the_gpu_are_not_split():
     assert split_config(*sizes, programs=128, windowed=True).programs_per_sm == 0
     assert split_config(*sizes, programs=32, windowed=True).programs_per_sm > 0
     assert split_config(*sizes, programs=128, windowed=False).programs_per_sm > 0
+
+
+@pytest.mark.skipif(INTERPRET, reason="the interpreter takes as many parts and columns as it can")
+@pytest.mark.parametrize(
+    ("parts", "rows", "requests", "head_dim"), [(2, 64, 32, 512), (8, 64, 8, 512), (4, 8, 32, 512), (4, 8, 32, 256)]
+)
+def test_combining_takes_one_wave_of_programs(parts, rows, requests, head_dim):
+    """8 queries of 8 heads and single ones, over 132 multiprocessors that have room for 31 programs more each."""
+    most, columns, num_warps = combine_config(parts, rows, requests, head_dim)
+    assert most >= parts
+    assert num_warps == 1
+    assert rows * requests * -(-head_dim // columns) <= 132 * 31
+
+
+def test_prefill_loads_first_where_hopper_multiplies_what_is_stored():
+    for head_dim in (256, 512):
+        sizes = (head_dim, 8, torch.bfloat16)
+        assert prefill_config(*sizes, torch.bfloat16, LIMITS["sm_90"]).loads_first
+        assert not prefill_config(*sizes, FP8, LIMITS["sm_90"]).loads_first
+        assert not prefill_config(*sizes, torch.bfloat16, LIMITS["sm_80"]).loads_first
+        assert not prefill_config(*sizes, torch.bfloat16, TARGETS["sm_100"][1]).loads_first
 
 
 def variants(batch_size: int, window: int | None) -> set[tuple]:
@@ -471,6 +524,22 @@ def test_runs_are_equal(device):
         [(1, 2000), (3, 1500)], num_heads=8, num_kv_heads=1, head_dim=512, dtype=torch.bfloat16, device=device
     )
     runs = [paged_attention(*batch.tensors, scale=0.04, max_query_len=3) for _ in range(5)]
+    assert all(torch.equal(run, runs[0]) for run in runs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 512])
+@pytest.mark.parametrize("head_dim", [256, 512])
+def test_long_prompts(head_dim, window, device):
+    """Hundreds of tiles in every program, several programs behind each other: the same in every run, and right."""
+    batch = new_batch(
+        [(2300, 2300), (300, 1100)], num_heads=8, num_kv_heads=1, head_dim=head_dim, dtype=torch.bfloat16,
+        window=window, device=device,
+    )  # fmt: skip
+    options = {"scale": head_dim**-0.5, "max_query_len": 2300, "sliding_window": window}
+    expected = paged_attention(*batch.tensors, **options, impl="eager")
+    runs = [paged_attention(*batch.tensors, **options) for _ in range(5)]
+    torch.testing.assert_close(runs[0], expected, atol=0.02, rtol=0.02)
     assert all(torch.equal(run, runs[0]) for run in runs)
 
 

@@ -14,7 +14,7 @@ to reduce.
 
 # Kernels are Triton, not Python: what they return are tensors, which a Python checker denies.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-# pyright: reportOperatorIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
 
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +42,7 @@ SCORE_ROWS = 16
 """Rows of every dot, the fewest one takes: of another shape the sums of a row could differ."""
 _ROWS = tl.constexpr(SCORE_ROWS)
 _SIGN = tl.constexpr(2**31)
+_ASK = tl.constexpr("{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }")
 
 
 @triton.jit
@@ -177,7 +178,7 @@ def _narrow(first, second, wanted, low, high, ISOLATE: tl.constexpr):
 def _centroid_of_rank(keys, offs_c, wanted, BLOCK_C: tl.constexpr, GROUPS: tl.constexpr):
     """The centroid of the wanted-th largest key; of equal keys the lowest index is the largest.
 
-    Searches among the likely keys, a quarter of all, and then looks whether all agree; if not, searches again.
+    Searches among the likely keys, a quarter of all, and again among all if those do not agree.
     """
     first, second, bottom, top = _likely(keys, BLOCK_C, GROUPS)
     low, high, at_low, at_high = _narrow(first, second, wanted, bottom, top, True)
@@ -232,14 +233,7 @@ def _prefetch(w_ptr, stride_wm, ids, mask, HIDDEN: tl.constexpr):
     offs_h = tl.arange(0, lines) * (128 // element)
     ptrs = w_ptr + ids.to(tl.int64)[:, None] * stride_wm + offs_h[None, :]
     live = mask[:, None] & (offs_h < HIDDEN)[None, :]
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
-        "=r,l,r",
-        [ptrs.to(tl.uint64), live.to(tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    tl.inline_asm_elementwise(_ASK, "=r,l,r", [ptrs.to(tl.uint64), live.to(tl.int32)], tl.int32, False, 1)
 
 
 @triton.jit
@@ -364,8 +358,8 @@ def select_kernel(
 ):
     """Program n appends row n to the members of its centroids, in any order; padding arrives at once.
 
-    The first member appends the centroid to the active ones, at places of one count for all of a row's: a count for
-    each of them takes 3 µs, as those of a warp wait for each other.
+    The first member appends the centroid to the active ones. A row counts its own at once: warps make atomics at one
+    address wait for each other.
     """
     pdl_wait(PDL)
     row = tl.program_id(0)
@@ -555,10 +549,8 @@ class MaskedEmbeddingLaunch:
         return (SCORE_ROWS + block) * dot_columns(hidden_size, element_size) * element_size
 
 
-MAX_REGISTERS = 128
-"""Of a thread of `centroid_candidates_kernel`, for four programs on a multiprocessor."""
-
-PROGRAMS_PER_SM = 4
+MAX_REGISTERS, PROGRAMS_PER_SM = 128, 4
+"""Of a thread of `centroid_candidates_kernel`, and its programs."""
 
 
 def dot_columns(hidden_size: int, element_size: int, row_bytes: int = 512) -> int:
@@ -572,9 +564,8 @@ def masked_embedding_launch(
     """Launch settings; none of them reaches the order in which a product is summed."""
     per_centroid = vocab_size // num_centroids
     widest = max(16, next_power_of_2(per_centroid))
-    # Times in µs on an H200 (2026-11-30), for 2,048 centroids of 128 tokens in bf16 at hidden 256. One row, 32
-    # centroids and 2 warps 7.5, 32 and 4 7.65, 16 and 1 8.3; scores alone of 128 rows, 64 and 4 against 32 and 4: 3.4
-    # to 3.8.
+    # Times in µs on an H200 (2026-11-30), 2,048 centroids of 128 tokens, bf16, hidden 256. One row, 32 centroids and 2
+    # warps 7.5, 32 and 4 7.65, 16 and 1 8.3; scores alone of 128 rows, 64 and 4 against 32 and 4: 3.4 to 3.8.
     score_block, score_warps = (64, 4) if num_rows > 64 else (32, 2)
     # By centroid takes a third launch, which pays once rows share what they read: 31.4 by row and 34.9 by centroid at
     # 32 rows; 128 rows by row would read twice what they share.
@@ -586,7 +577,7 @@ def masked_embedding_launch(
     warps = max(1, next_power_of_2(num_centroids) // 4096)
     pairs = num_rows * top_k
     if pairs <= 256:
-        # As many programs as fit in about one wave: 8 rows 14.3 with two tiles of 16 a program, 17.3 with four.
+        # As many programs as fit in one wave: 8 rows 14.3 with two tiles of 16 a program, 17.3 with four.
         tiles = max(1, cdiv(pairs * cdiv(per_centroid, 16), 1024))
         return MaskedEmbeddingLaunch(score_block, score_warps, False, 16, tiles, warps)
     # 16 rows 23.8, 32 rows 31.4, where 1 warp and tiles of 16 take 27.5 and 37.9.

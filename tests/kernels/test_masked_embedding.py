@@ -71,8 +71,8 @@ def assert_sums_of_float32(logits, exact, hidden, weight):
     """Each logit is as near to float64 as any order of float32 additions brings its products.
 
     A sum of H products rounds each of them and each partial sum once, and Σ|h · w| bounds a partial sum: H · 2⁻²⁴ ·
-    Σ|h · w| in all, twice that where tensor cores add, which cut digits off. Of products with 11-bit mantissas (tf32) 97%
-    miss it at H = 40, of sums without the last column 99.9%. The error of PyTorch's own sum is no bound: it is one draw.
+    Σ|h · w| in all, twice that where tensor cores add, which cut digits off. At H = 40, 97% of sums of tf32 products
+    miss it, and 99.9% of sums without the last column. The error of PyTorch's own sum is no bound: it is one draw.
     """
     outside = exact.isinf()
     assert torch.equal(logits.double()[outside], exact[outside]), "infinities differ"

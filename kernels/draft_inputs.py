@@ -83,10 +83,9 @@ def _prepare_prefill_inputs(
         )
         return
     lengths = torch.zeros_like(idx_mapping) if seq_lens is None else seq_lens
-    requests = pad_requests_reference(
-        query_start_loc, lengths, idx_mapping, num_sampled, num_rejected, last_token_indices.shape[0]
+    query_start_loc, idx_mapping, lengths, num_sampled, num_rejected = pad_requests_reference(
+        last_token_indices.shape[0], query_start_loc, idx_mapping, lengths, num_sampled, num_rejected
     )
-    query_start_loc, lengths, idx_mapping, num_sampled, num_rejected = requests
     values = prepare_prefill_inputs_reference(
         *(target_input_ids, target_positions, query_start_loc, idx_mapping, last_sampled, next_prefill_tokens),
         *(num_sampled, num_rejected, num_rows),
@@ -146,10 +145,12 @@ def _prepare_decode_inputs(
         assert next_prefill_tokens is not None
         assert num_sampled is not None
         tokens = bonus_token(idx_mapping, last_sampled, next_prefill_tokens, num_sampled)
-    padded = pad_requests_reference(query_start_loc, seq_lens, idx_mapping, num_rejected, tokens, num_rows)
-    query_start_loc, seq_lens, idx_mapping, num_rejected, tokens = padded
+    query_start_loc, idx_mapping, seq_lens, num_rejected, tokens = pad_requests_reference(
+        num_rows, query_start_loc, idx_mapping, seq_lens, num_rejected, tokens
+    )
     ids, places, lengths, row, slots = prepare_decode_inputs_reference(
-        hidden, *padded, block_table, block_size, advance_positions, position_shift, max_model_len
+        *(hidden, query_start_loc, seq_lens, idx_mapping, num_rejected, tokens),
+        *(block_table, block_size, advance_positions, position_shift, max_model_len),
     )
     input_ids.copy_(ids)
     positions.copy_(places)

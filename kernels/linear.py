@@ -258,6 +258,7 @@ def _launch_linear(
     config = linear_config(num_rows, weight.shape[0], in_features, x.dtype, arch)
     block_m = config.block_m if activation is None else max(config.block_m // 2, 1)
     num_blocks_k = max(cdiv(in_features, config.block_k), 1)
+    assert norm is None or (num_blocks_k == 1 and not config.tensor_cores), "fuses_norm says which norms can be made"
     before = (None,) * 5 if norm is None else (norm.residual, norm.weight, norm.post_weight, norm.scale, norm.stream)
     residual, stream = before[0], before[4]
     launch: Any = _linear_kernel[(cdiv(out_features, block_m), cdiv(num_rows, config.block_n))]
@@ -360,7 +361,8 @@ def fuses_norm(num_rows: int, out_features: int, in_features: int, dtype: torch.
     A draft step in µs, H200, 2026-11-30, fused and apart: E2B (K = 256) 73.5 and 81.7 at 1 row, 113.9 and 114.5 at 4;
     12B (K = 1,024) 289 and 296 at 1 row, 418 and 366 at 4.
     """
-    return num_rows * in_features <= 1024 and not uses_cublas(num_rows, out_features, in_features, dtype)
+    fits = num_rows <= 4 and num_rows * in_features <= 1024  # without tensor cores, whole rows in a tile
+    return fits and not uses_cublas(num_rows, out_features, in_features, dtype)
 
 
 @register("norm_linear", mutates=("out", "stream_out"))
@@ -401,7 +403,8 @@ def norm_linear(
 
     Args:
         x: `[N, K]` float32, bfloat16 or float16; with a residual, what a block returned.
-        norm_weight: `[K]`, any of those dtypes. As `weight`, it is read before the kernel in front has ended.
+        norm_weight: `[K]`, any of those dtypes. As `weight`, `post_weight` and `scale`, it is read before the kernel in
+            front has ended.
         weight: see `linear`.
         residual: `[N, K]`, the stream before that block, in `x`'s dtype, or None.
         post_weight: `[K]`, that block's own output norm, or None; needs a residual.

@@ -79,14 +79,17 @@ class Linear(nn.Module):
         weight = self.weight
         self.bias = empty_weight(len(weight), dtype=weight.dtype, device=weight.device) if present else None
 
-    def forward(self, x: Tensor, *, activation: Activation | None = None, out: Tensor | None = None) -> Tensor:
-        """From x [T, in] to [T, out], half as wide with an activation; the options are those of `linear`."""
-        return linear(x, self.weight, bias=self.bias, activation=activation, out=out)
+    def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """From x [T, in] to [T, out], written to `out` (any row stride) when given."""
+        return linear(x, self.weight, bias=self.bias, out=out)
 
     def behind(
         self, joint: Joint, x: Tensor, residual: Tensor | None, *, activation: Activation | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The layer of what `joint` makes of x, and the stream; without a residual, x is the stream."""
+        """The layer of what `joint` makes of x, half as wide with an activation, and the stream.
+
+        Without a residual, x is the stream.
+        """
         options = {"bias": self.bias, "activation": activation, **joint.options}
         return norm_linear(x, joint.norm.weight, self.weight, residual=residual, **options)
 

@@ -21,7 +21,6 @@ buffers of this object, and a captured graph is one of them with one size.
 import logging
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -40,6 +39,7 @@ from tridraft.models.hf_target import HFTarget
 from tridraft.models.paged import AttentionBatch, LayerKV
 from tridraft.speculator.base import DraftModelSpeculator
 from tridraft.speculator.batch import InputBatch, Multimodal, SamplingState, VerifyResult
+from tridraft.speculator.buffers import PrefillBuffers, StepBuffers
 from tridraft.speculator.chain import follow
 from tridraft.speculator.cudagraph import (
     Bucket,
@@ -52,73 +52,6 @@ from tridraft.speculator.kv_cache import KVCache
 from tridraft.speculator.piecewise import UncapturedAttention
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class StepBuffers:
-    """What a draft step reads, one row a request.
-
-    Attributes:
-        query_start_loc: `[R + 1]` int32, 0 … R.
-        input_ids: `[R]`.
-        positions: `[R]`, rotary.
-        seq_lens: `[R]` int32.
-        hidden: `[R, H]`.
-        slot_mapping: `[R]`, where the step's keys go.
-        sampling_positions: `[K, R]`, the position before each draft, which keys its random draw.
-    """
-
-    query_start_loc: Tensor
-    input_ids: Tensor
-    positions: Tensor
-    seq_lens: Tensor
-    hidden: Tensor
-    slot_mapping: Tensor
-    sampling_positions: Tensor
-
-    def rows(self, reqs: int) -> "StepBuffers":
-        """Views of the first `reqs` rows."""
-        return StepBuffers(
-            query_start_loc=self.query_start_loc[: reqs + 1],
-            input_ids=self.input_ids[:reqs],
-            positions=self.positions[:reqs],
-            seq_lens=self.seq_lens[:reqs],
-            hidden=self.hidden[:reqs],
-            slot_mapping=self.slot_mapping[:reqs],
-            sampling_positions=self.sampling_positions[:, :reqs],
-        )
-
-
-@dataclass(frozen=True)
-class PrefillBuffers:
-    """What draft step 0 of a drafter that owns keys reads, one row a token of the target's pass.
-
-    Attributes:
-        input_ids: `[T]`, each row's following token.
-        positions: `[T]`.
-        hidden: `[T, H]`, the target's.
-        slot_mapping: `[T]`.
-        last_token_indices: `[R]`, each request's last accepted row.
-        inputs_embeds: `[T, H]`, of a multimodal pass.
-    """
-
-    input_ids: Tensor
-    positions: Tensor
-    hidden: Tensor
-    slot_mapping: Tensor
-    last_token_indices: Tensor
-    inputs_embeds: Tensor
-
-    def rows(self, tokens: int, reqs: int) -> "PrefillBuffers":
-        """Views of the first `tokens` rows, of `reqs` requests."""
-        return PrefillBuffers(
-            input_ids=self.input_ids[:tokens],
-            positions=self.positions[:tokens],
-            hidden=self.hidden[:tokens],
-            slot_mapping=self.slot_mapping[:tokens],
-            last_token_indices=self.last_token_indices[:reqs],
-            inputs_embeds=self.inputs_embeds[:tokens],
-        )
 
 
 class AutoRegressiveSpeculator(DraftModelSpeculator):
@@ -237,7 +170,7 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
             self._tokens = lru_cache(1024)(self.prefill.rows)
         # Cut once a size: a view takes longer than a look-up.
         self._rows = lru_cache(1024)(lambda reqs: (self.passed.rows(reqs), self.step.rows(reqs)))
-        self._drafted = lru_cache(1024)(lambda steps, reqs: self.drafts[:steps, :reqs].t())
+        self._drafted = lru_cache(1024)(lambda steps, reqs: self.drafts[:steps, :reqs])
 
     def set_kv_cache(self, kv: KVCache) -> None:
         super().set_kv_cache(kv)
@@ -321,6 +254,7 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         if batch.num_reqs > self.config.max_num_reqs:
             raise ValueError(f"batch: got {batch.num_reqs} requests, max_num_reqs is {self.config.max_num_reqs}")
         self._check_pass(batch, verify, hidden)
+        self.check_sampling(sampling)
         if not self.writes_draft_kv:
             multimodal = None  # its one row a request is the newest token, which is text
         if multimodal is not None:
@@ -328,12 +262,11 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         batch, hidden = self.repeat_rows(batch, verify, hidden)
         wanted = Bucket(batch.num_tokens, batch.num_reqs, max(batch.max_query_len, 1), steps)
         wanted, eager = self.agree(wanted, eager=multimodal is not None)
-        self.stage_sampling(sampling)
         if self.writes_draft_kv:
-            self._run_owning(batch, verify, hidden, multimodal, wanted, eager)
+            self._run_owning(batch, verify, sampling, hidden, multimodal, wanted, eager)
         elif wanted.num_steps:
-            self._run_reading(batch, verify, hidden, wanted, eager)
-        return self._drafted(steps, batch.num_reqs)
+            self._run_reading(batch, verify, sampling, hidden, wanted, eager)
+        return self._drafted(steps, batch.num_reqs).t()
 
     def wanted_steps(self, num_speculative_tokens: int | None) -> int:
         """Drafts that a call asks for, checked."""
@@ -344,7 +277,15 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         return steps
 
     def _check_pass(self, batch: InputBatch, verify: VerifyResult, hidden: Tensor) -> None:
-        slots, tokens = self.config.max_num_reqs, batch.num_tokens
+        slots, tokens, reqs = self.config.max_num_reqs, batch.num_tokens, batch.num_reqs
+        for name, rows, needed in (
+            ("batch.query_start_loc", batch.query_start_loc, reqs + 1),
+            ("batch.seq_lens", batch.seq_lens, reqs),
+            ("verify.num_sampled", verify.num_sampled, reqs),
+            ("verify.num_rejected", verify.num_rejected, reqs),
+        ):
+            if rows.shape[0] != needed:
+                raise ValueError(f"{name}: got {rows.shape[0]} rows, needs {needed}")
         for name, tensor in (
             ("last_sampled", verify.last_sampled),
             ("next_prefill_tokens", verify.next_prefill_tokens),
@@ -382,12 +323,28 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
             raise RuntimeError("the speculator has no cache: call load_model, then set_kv_cache")
 
     def _run_reading(
-        self, batch: InputBatch, verify: VerifyResult, hidden: Tensor, wanted: Bucket, eager: bool
+        self,
+        batch: InputBatch,
+        verify: VerifyResult,
+        sampling: SamplingState,
+        hidden: Tensor,
+        wanted: Bucket,
+        eager: bool,
     ) -> None:
         """Every step of a drafter that owns no keys, from each request's last accepted row of `hidden`."""
         wanted = Bucket(wanted.num_reqs, wanted.num_reqs, 1, wanted.num_steps)
         graph = None if eager else self.decode_graphs.find(wanted)
-        bucket = graph or wanted
+        if graph:  # launches alone, of which autograd knows nothing
+            self._stage_rows(batch, verify, sampling, hidden, graph)
+            self.decode_graphs.replay(graph)
+            return
+        with torch.no_grad():
+            self._stage_rows(batch, verify, sampling, hidden, wanted)
+            self._decode(wanted)
+
+    def _stage_rows(
+        self, batch: InputBatch, verify: VerifyResult, sampling: SamplingState, hidden: Tensor, bucket: Bucket
+    ) -> None:
         passed, step = self._rows(bucket.num_reqs)
         prepare_decode_inputs(
             hidden,
@@ -407,16 +364,14 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
             out_hidden=step.hidden,
             out_idx_mapping=passed.idx_mapping,
         )
-        if graph:
-            self.decode_graphs.replay(graph)
-        else:
-            self._decode(bucket)
+        self.stage_sampling(sampling)
 
     @torch.no_grad()
     def _run_owning(
         self,
         batch: InputBatch,
         verify: VerifyResult,
+        sampling: SamplingState,
         hidden: Tensor,
         multimodal: Multimodal | None,
         wanted: Bucket,
@@ -425,7 +380,7 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         """Step 0 over the whole pass, then the others: one graph for verify batches, two calls for mixed ones."""
         whole = None if eager else self.verify_graphs.find(wanted)
         if whole:
-            self._stage_tokens(batch, verify, hidden, whole)
+            self._stage_tokens(batch, verify, sampling, hidden, whole)
             self.verify_graphs.replay(whole)
             return
         rest = Bucket(wanted.num_reqs, wanted.num_reqs, 1, wanted.num_steps)
@@ -437,7 +392,7 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         )
         mixed_graph = None if eager else self.mixed_graphs.find(first)
         first = mixed_graph or first
-        self._stage_tokens(batch, verify, hidden, first)
+        self._stage_tokens(batch, verify, sampling, hidden, first)
         if mixed_graph:
             self.mixed_graphs.replay(mixed_graph)
         else:
@@ -448,10 +403,11 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
             else:
                 self._decode(rest)
 
-    def _stage_tokens(self, batch: InputBatch, verify: VerifyResult, hidden: Tensor, bucket: Bucket) -> None:
+    def _stage_tokens(
+        self, batch: InputBatch, verify: VerifyResult, sampling: SamplingState, hidden: Tensor, bucket: Bucket
+    ) -> None:
         prefill = self._tokens(bucket.num_tokens, bucket.num_reqs)
         passed, _ = self._rows(bucket.num_reqs)
-        prefill.hidden[: batch.num_tokens].copy_(hidden)
         prepare_prefill_inputs(
             batch.input_ids,
             batch.positions,
@@ -470,6 +426,8 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
             out_idx_mapping=passed.idx_mapping,
             out_num_rejected=passed.num_rejected,
         )
+        prefill.hidden[: batch.num_tokens].copy_(hidden)
+        self.stage_sampling(sampling)
 
     def _merge(self, batch: InputBatch, multimodal: Multimodal, bucket: Bucket) -> Tensor:
         """The embeddings of each row's following token, those that are no text taken from the target's.
@@ -555,7 +513,6 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         self._prefill(bucket)
         self._decode(bucket)
 
-    @torch.no_grad()
     def _decode(self, bucket: Bucket) -> None:
         """Draft steps of one row a request: all but the prefill, which has staged what they need of the slots."""
         first = self.prefill_steps

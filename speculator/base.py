@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from tridraft.kernels._op import check_tensor
 from tridraft.models.hf_target import HFTarget
 from tridraft.models.paged import KVSpec
 from tridraft.speculator.batch import InputBatch, Multimodal, SamplingState, VerifyResult
+from tridraft.speculator.buffers import PassBuffers
 from tridraft.speculator.config import SpeculatorConfig
 from tridraft.speculator.cudagraph import Bucket
 from tridraft.speculator.kv_cache import KVCache
@@ -84,35 +84,6 @@ class BaseSpeculator(ABC):
         Returns:
             `[R, num_speculative_tokens]` int64, valid until the next call.
         """
-
-
-@dataclass(frozen=True)
-class PassBuffers:
-    """What a target pass said of its requests, padded to `max_num_reqs` rows, where captured graphs read it.
-
-    Attributes:
-        query_start_loc: `[R + 1]` int32.
-        seq_lens: `[R]` int32.
-        idx_mapping: `[R]` int32.
-        num_rejected: `[R]` int32.
-        sampling: of each slot; temperature 0 for all where drafts are greedy whatever their requests ask for.
-    """
-
-    query_start_loc: Tensor
-    seq_lens: Tensor
-    idx_mapping: Tensor
-    num_rejected: Tensor
-    sampling: SamplingState
-
-    def rows(self, reqs: int) -> "PassBuffers":
-        """Views of the first `reqs` rows."""
-        return PassBuffers(
-            query_start_loc=self.query_start_loc[: reqs + 1],
-            seq_lens=self.seq_lens[:reqs],
-            idx_mapping=self.idx_mapping[:reqs],
-            num_rejected=self.num_rejected[:reqs],
-            sampling=self.sampling,
-        )
 
 
 class DraftModelSpeculator(BaseSpeculator):
@@ -188,13 +159,15 @@ class DraftModelSpeculator(BaseSpeculator):
         *largest, any_eager = sizes.tolist()
         return Bucket(*largest), bool(any_eager)
 
+    def check_sampling(self, sampling: SamplingState) -> None:
+        """Refuse what `stage_sampling` cannot take."""
+        if self.draft_logits is not None:
+            slots = self.passed.sampling.temperature.shape
+            check_tensor("sampling.temperature", sampling.temperature, shape=slots, dtype=torch.float32)
+            check_tensor("sampling.seeds", sampling.seeds, shape=slots, dtype=torch.int64)
+
     def stage_sampling(self, sampling: SamplingState) -> None:
         """Bring what graphs read of how to sample into its buffers; greedy drafts read nothing."""
-        if self.draft_logits is None:
-            return
-        passed = self.passed
-        slots = passed.sampling.temperature.shape
-        check_tensor("sampling.temperature", sampling.temperature, shape=slots, dtype=torch.float32)
-        check_tensor("sampling.seeds", sampling.seeds, shape=slots, dtype=torch.int64)
-        passed.sampling.temperature.copy_(sampling.temperature)
-        passed.sampling.seeds.copy_(sampling.seeds)
+        if self.draft_logits is not None:
+            self.passed.sampling.temperature.copy_(sampling.temperature)
+            self.passed.sampling.seeds.copy_(sampling.seeds)

@@ -136,6 +136,22 @@ def test_a_graph_without_a_request(impl, device, ints):
     assert padded["last_token_indices"].tolist() == padded["out_seq_lens"].tolist() == [0, 0]
     assert padded["out_query_start_loc"].tolist() == [0, 0, 0]
     assert padded["out_idx_mapping"].tolist() == [-1, -1]
+    assert padded["out_num_rejected"].tolist() == [0, 0]
+    none, step = ints([]), {name: garbage(2, device) for name in ("input_ids", "positions")}
+    lengths, hidden = garbage(2, device, torch.int32), torch.ones(2, 8, device=device)
+    prepare_decode_inputs(
+        torch.zeros(0, 8, device=device),
+        *(ints([0]), none, none, none),
+        **{name: inputs[name] for name in ("last_sampled", "next_prefill_tokens", "num_sampled")},
+        **step,
+        advance_positions=False,
+        max_model_len=64,
+        out_seq_lens=lengths,
+        out_hidden=hidden,
+        impl=impl,
+    )
+    assert step["input_ids"].tolist() == step["positions"].tolist() == lengths.tolist() == [0, 0]
+    assert hidden.eq(1).all()
 
 
 @pytest.mark.parametrize("draft_position", ["bonus", "last_computed"])

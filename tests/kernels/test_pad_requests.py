@@ -9,20 +9,20 @@ from _aot import TARGETS, assert_compiles
 from _variants import variants
 from tridraft.kernels.pad_requests import pad_requests
 
-NAMES = ("query_start_loc", "seq_lens", "idx_mapping", "num_sampled", "num_rejected")
-PADDING = (None, 0, -1, 0, 0)
+NAMES = ("query_start_loc", "seq_lens", "idx_mapping")
+PADDING = (None, 0, -1)
 
 
 def vectors(num_reqs, device, dtype=torch.int32) -> dict[str, Any]:
     """What a pass of `num_reqs` requests says, no two values alike."""
-    counts = [torch.arange(num_reqs, device=device, dtype=dtype) + 1000 * i for i in range(1, 5)]
+    counts = [torch.arange(num_reqs, device=device, dtype=dtype) + 1000 * i for i in range(1, 3)]
     starts = 3 * torch.arange(num_reqs + 1, device=device, dtype=dtype)
     return dict(zip(NAMES, (starts, *counts), strict=True))
 
 
 def buffers(num_rows, device, dtype=torch.int32) -> dict[str, Any]:
     """Outputs full of an earlier batch's values."""
-    sizes = (num_rows + 1, *[num_rows] * 4)
+    sizes = (num_rows + 1, *[num_rows] * 2)
     return {
         f"out_{name}": torch.full((size,), 77, device=device, dtype=dtype)
         for name, size in zip(NAMES, sizes, strict=True)
@@ -39,15 +39,6 @@ def test_rows_past_the_last_request_are_padding(num_reqs, num_rows, dtype, impl,
         values = given[name].tolist()
         padding = values[-1] if filler is None else filler
         assert outputs[f"out_{name}"].tolist() == values + [padding] * (num_rows - num_reqs)
-
-
-def test_counts_may_be_left_out(impl, device):
-    given, outputs = vectors(2, device), buffers(3, device)
-    needed = {name: outputs[f"out_{name}"] for name in NAMES[:3]}
-    pad_requests(*(given[name] for name in needed), **{f"out_{name}": one for name, one in needed.items()}, impl=impl)
-    assert needed["idx_mapping"].tolist() == [2000, 2001, -1]
-    with pytest.raises(ValueError, match="out_num_sampled: got a tensor, needs what its input has"):
-        pad_requests(*(given[name] for name in needed), **outputs, impl=impl)
 
 
 def test_refusals_name_the_argument(device):
@@ -77,9 +68,6 @@ def test_compiles_ahead_of_time(target):
     cpu = torch.device("cpu")
     given, outputs = vectors(3, cpu), buffers(4, cpu)
     assert_compiles(lambda: pad_requests(**given, **outputs), target)
-    starts, lengths, slots = (outputs[f"out_{name}"] for name in NAMES[:3])
-    few = {"out_query_start_loc": starts, "out_seq_lens": lengths, "out_idx_mapping": slots}
-    assert_compiles(lambda: pad_requests(*(given[name] for name in NAMES[:3]), **few), target)
 
 
 @pytest.mark.compiled

@@ -112,7 +112,7 @@ def main() -> None:
             replays: list[Any] = []
             graphs = speculator.verify_graphs
             speculator.run_model = logged(forwards, lambda ids, *_: ids.shape[0], speculator.run_model)
-            graphs.replay = logged(replays, lambda bucket: bucket.sizes, graphs.replay)
+            graphs.replay = logged(replays, tuple, graphs.replay)
             first, seed = (rank, rank) if name in ("together", "alone") else (1, 5)
             rounds = (round_of(target, number, (first + number) % 3, seed) for number in range(3))
             drafts = [speculator.propose(*arguments).tolist() for arguments in rounds]

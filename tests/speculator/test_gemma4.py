@@ -200,6 +200,33 @@ def test_the_comparison_notices(tiny, fault):
         torch.testing.assert_close(speculator.draft_logits[0], logits, atol=NOISE, rtol=NOISE)
 
 
+def test_hidden_states_that_require_a_gradient(tiny):
+    """An engine in training mode: nothing of its graph is kept from pass to pass."""
+    pair = tiny("plain")
+    round_ = run_target(pair, [tokens(20), tokens(6)])
+    speculator, _ = prepared(pair, round_)
+    expected = round_.propose(speculator)
+    tracked = replace(round_, hidden=round_.hidden.detach().clone().requires_grad_())
+    assert tracked.propose(speculator) == tracked.propose(speculator) == expected
+    assert not speculator.step.hidden.requires_grad
+
+
+def test_a_refused_pass_changes_nothing(tiny):
+    pair = tiny("plain")
+    round_ = run_target(pair, [tokens(20), tokens(6)])
+    speculator, _ = prepared(pair, round_, draft_sampling="probabilistic")
+    round_.propose(speculator)
+    buffers = [*vars(speculator.step).values(), *vars(speculator.passed.sampling).values(), speculator.drafts]
+    before = [buffer.clone() for buffer in buffers]
+    short = replace(round_.verify, num_rejected=round_.verify.num_rejected[:1])
+    hot = replace(round_.sampling, temperature=round_.sampling.temperature + 1)
+    with pytest.raises(ValueError, match=r"verify.num_rejected: got 1 rows, needs 2"):
+        replace(round_, verify=short, sampling=hot).propose(speculator)
+    with pytest.raises(ValueError, match=r"sampling.seeds: got shape \[7\], needs \[8\]"):
+        replace(round_, sampling=replace(hot, seeds=hot.seeds[:7])).propose(speculator)
+    assert all(torch.equal(now, then) for now, then in zip(buffers, before, strict=True))
+
+
 def test_num_rejected_shortens_the_keys(tiny):
     """C13: 50 keys after a verify pass with 3 drafts, of which 3, 0 and 1 were rejected."""
     pair = tiny("plain")

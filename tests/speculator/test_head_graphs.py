@@ -114,9 +114,11 @@ def test_draft_lengths_and_smaller_batches(pair):
         assert drafts == [expected[0][:count]]
 
 
-def test_sampled_drafts_are_the_eager_ones(pair):
+@pytest.mark.parametrize("sequences", [SHORT, PROMPTS], ids=["verify", "prompts"])
+def test_sampled_drafts_are_the_eager_ones(pair, sequences):
+    """One graph, and two of which the second samples at positions that the first left."""
     speculator = pair.speculator(draft_sampling="probabilistic")
-    _, (batch, verify, _, hidden) = one_pass(pair, speculator, SHORT)
+    _, (batch, verify, _, hidden) = one_pass(pair, speculator, sequences)
     temperature = torch.tensor([0.8, 1.5, 0.0, 0.0], device=hidden.device)
     sampling = SamplingState(temperature, torch.arange(4, device=hidden.device))
     eager = speculator.propose(batch, verify, sampling, hidden).tolist()
@@ -124,7 +126,8 @@ def test_sampled_drafts_are_the_eager_ones(pair):
     speculator.capture()
     speculator.draft_logits.zero_()
     assert speculator.propose(batch, verify, sampling, hidden).tolist() == eager
-    torch.testing.assert_close(speculator.draft_logits[:2], logits[:2])
+    used = batch.idx_mapping.long()
+    torch.testing.assert_close(speculator.draft_logits[used], logits[used])
 
 
 def test_garbage_in_the_buffers_is_harmless(pair):

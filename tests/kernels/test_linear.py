@@ -189,7 +189,9 @@ def test_config(target, dtype):
             assert config.shared_memory(in_features, dtype.itemsize) < arch.shared_memory
             if config.tensor_cores:
                 assert config.block_k >= 16 * config.num_warps
-    assert uses_cublas(9, 256, 256, dtype)
+    assert uses_cublas(33, 256, 256, dtype)
+    assert uses_cublas(9, 4096, 1024, dtype)
+    assert uses_cublas(9, 256, 256, dtype) == (dtype == torch.float32)
     assert uses_cublas(8, 1024, 7680, dtype)
     assert not uses_cublas(4, 1024, 7680, dtype)
     assert uses_cublas(1, 262144, 1024, dtype)

@@ -178,14 +178,16 @@ def _narrow(first, second, wanted, low, high, ISOLATE: tl.constexpr):
 def _centroid_of_rank(keys, offs_c, wanted, BLOCK_C: tl.constexpr, GROUPS: tl.constexpr):
     """The centroid of the wanted-th largest key; of equal keys the lowest index is the largest.
 
-    Searches among the likely keys, a quarter of all, and again among all if those do not agree.
+    Searches among the likely keys, a quarter of all, and again among all if what it found is not of that rank there.
     """
     first, second, bottom, top = _likely(keys, BLOCK_C, GROUPS)
-    low, high, at_low, at_high = _narrow(first, second, wanted, bottom, top, True)
-    both = tl.sum(tl.where(keys >= high, 0x10000, tl.where(keys >= low, 0x10000 + offs_c, 0)), axis=0)
-    centroid = both & 0xFFFF
-    if (at_low - at_high != 1) | (both >> 16 != at_low):
-        low, high, _, at_high = _narrow(keys, None, wanted, bottom, top, True)
+    low, high, _, _ = _narrow(first, second, wanted, bottom, top, True)
+    # One sum of three: how many keys are higher, how many in [low, high), and the index of that one.
+    inside = tl.where(keys >= low, 2**32 + offs_c.to(tl.int64), 0)
+    sums = tl.sum(tl.where(keys >= high, 2**48, inside), axis=0)
+    centroid = (sums & (2**32 - 1)).to(tl.int32)
+    if (sums >> 32) != ((wanted - 1) << 16) + 1:
+        low, high, _, at_high = _narrow(keys, None, wanted, top - top, top, True)
         equal = (keys >= low) & (keys < high)
         chosen = equal & (tl.cumsum(equal.to(tl.int32), axis=0) == wanted - at_high)
         centroid = tl.sum(tl.where(chosen, offs_c, 0), axis=0)
@@ -199,7 +201,7 @@ def _selected(keys, top_k, BLOCK_C: tl.constexpr, GROUPS: tl.constexpr):
     low, _, _, _ = _narrow(first, second, top_k, bottom, top, False)
     selected = keys >= low
     if tl.sum(selected.to(tl.int32), axis=0) != top_k:
-        low, high, _, at_high = _narrow(keys, None, top_k, bottom, top, False)
+        low, high, _, at_high = _narrow(keys, None, top_k, top - top, top, False)
         equal = (keys >= low) & (keys < high)
         selected = (keys >= high) | (equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= top_k - at_high))
     return selected

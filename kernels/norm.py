@@ -7,6 +7,9 @@ operation rounds once where a chain of PyTorch operations rounds at every step. 
 kernel in front has ended (`_pdl.py`): that one must not write them.
 """
 
+# A constexpr and a tensor are one thing to Triton, and two to a Python checker.
+# pyright: reportAttributeAccessIssue=false
+
 from dataclasses import dataclass
 from typing import Any
 

@@ -267,7 +267,7 @@ class Gemma4MTPDecoder(nn.Module):
         joint, stream = Joint(norms[0]), None
         for layer, layer_kv, next_norm in zip(self.layers, kv, norms[1:], strict=True):
             x, stream = layer(joint, x, stream, positions, layer_kv, batch, window_extra)
-            joint = layer.joint(next_norm)
+            joint = layer.joint(next_norm)  # type: ignore[operator]
         assert stream is not None  # a model has layers
         return joint(x, stream)[0]
 

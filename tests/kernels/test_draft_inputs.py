@@ -137,12 +137,14 @@ def test_a_graph_without_a_request(impl, device, ints):
     assert padded["out_query_start_loc"].tolist() == [0, 0, 0]
     assert padded["out_idx_mapping"].tolist() == [-1, -1]
     assert padded["out_num_rejected"].tolist() == [0, 0]
-    none, step = ints([]), {name: garbage(2, device) for name in ("input_ids", "positions")}
+    none = ints([])
+    step: dict[str, Any] = {name: garbage(2, device) for name in ("input_ids", "positions")}
+    state: dict[str, Any] = {name: inputs[name] for name in ("last_sampled", "next_prefill_tokens", "num_sampled")}
     lengths, hidden = garbage(2, device, torch.int32), torch.ones(2, 8, device=device)
     prepare_decode_inputs(
         torch.zeros(0, 8, device=device),
         *(ints([0]), none, none, none),
-        **{name: inputs[name] for name in ("last_sampled", "next_prefill_tokens", "num_sampled")},
+        **state,
         **step,
         advance_positions=False,
         max_model_len=64,
@@ -416,7 +418,7 @@ def every_operation(device, hidden_size=32, dtype=torch.float32, num_reqs=3):
     padded = padded_outputs(num_reqs, device)
 
     def call():
-        rows = {"input_ids": token_ids, "positions": token_positions, "last_token_indices": last}
+        rows: dict[str, Any] = {"input_ids": token_ids, "positions": token_positions, "last_token_indices": last}
         prepare_prefill_inputs(**inputs, **rows)
         prepare_prefill_inputs(**inputs, **rows, seq_lens=requests[1], **padded)
         compute_slot_mapping(token_positions, requests[0], table, 16, max_model_len=64)

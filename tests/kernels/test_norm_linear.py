@@ -1,5 +1,7 @@
 """Linear layers behind a norm, against float64."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -18,7 +20,7 @@ DRAFTERS = [(1024, 256), (2048, 256), (4096, 256), (4096, 1024), (8192, 1024), (
 FORMS = ["norm", "add", "add, post, scale"]
 
 
-def inputs(rows, shape, device, dtype, form):
+def inputs(rows, shape, device, dtype, form) -> Any:
     """x, the two weights, and the options of a form."""
     out_features, in_features = shape
 

@@ -85,12 +85,12 @@ def test_rows(rows, form, dtype, impl, device):
         assert_exact(x, norm_weight, weight, options, impl, bias, activation)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("rows", [4, 5, 8])
 @pytest.mark.parametrize("in_features", [64, 128])
 def test_narrow_rows(in_features, rows, form, dtype, impl, device):
-    """From 5 rows on products run on tensor cores, whose tiles have no whole rows to norm."""
+    """From 5 rows on products of 16-bit types run on tensor cores, whose tiles have no whole rows to norm."""
     x, norm_weight, weight, options = inputs(rows, (40, in_features), device, dtype, form)
     assert_exact(x, norm_weight, weight, options, impl, activation="silu")
 

@@ -393,7 +393,7 @@ def test_short_windows_that_fill_the_gpu_are_not_split():
     assert split_config(*sizes, programs=128, windowed=False).programs_per_sm > 0
 
 
-@pytest.mark.skipif(INTERPRET, reason="the interpreter takes as many parts and columns as it can")
+@pytest.mark.compiled  # the interpreter takes as many parts and columns as it can
 @pytest.mark.parametrize(
     ("parts", "rows", "requests", "head_dim"), [(2, 64, 32, 512), (8, 64, 8, 512), (4, 8, 32, 512), (4, 8, 32, 256)]
 )

@@ -260,9 +260,8 @@ def slot_mapping_kernel(
 
 @dataclass(frozen=True)
 class Launch:
-    """How an operation is launched: elements of a program, programs that share a row, and the kernel's options."""
+    """How an operation is launched: programs that share a row or a request, and the kernel's options."""
 
-    block: int
     splits: int
     options: dict[str, Any]
 
@@ -275,7 +274,7 @@ def token_launch(num_requests: int, num_rows: int, arch: Arch) -> Launch:
     # Only a prompt chunk has more rows. Which request owns it is not known on the host, so each gets the splits that
     # keep 128 programs in flight, as many as every supported card runs at once; those without rows leave at once.
     splits = min(cdiv(max(num_rows, 1), block), max(1, 128 // max(num_requests, 1)))
-    return Launch(block, splits, {"BLOCK": block, "num_warps": 1, **pdl_options(arch)})
+    return Launch(splits, {"BLOCK": block, "num_warps": 1, **pdl_options(arch)})
 
 
 @lru_cache
@@ -285,4 +284,4 @@ def row_launch(hidden_size: int, arch: Arch) -> Launch:
     # longer ones; 256 elements are one 16-byte load a lane in bf16.
     block = min(next_power_of_2(max(hidden_size, 1)), 1024)
     options = {"BLOCK_H": block, "num_warps": max(1, block // 256), **pdl_options(arch)}
-    return Launch(block, max(1, cdiv(hidden_size, block)), options)
+    return Launch(max(1, cdiv(hidden_size, block)), options)

@@ -329,10 +329,9 @@ def prepare_prefill_inputs(
         raise ValueError(f"input_ids: got {num_rows} rows, needs at least {num_tokens}")
     if num_padded < num_reqs:
         raise ValueError(f"last_token_indices: got {num_padded} rows, needs at least {num_reqs}")
-    if (
-        len({one is None for one in (seq_lens, out_query_start_loc, out_seq_lens, out_idx_mapping, out_num_rejected)})
-        > 1
-    ):
+    requests = (seq_lens, out_query_start_loc, out_seq_lens, out_idx_mapping, out_num_rejected)
+    given = [argument is not None for argument in requests]
+    if any(given) and not all(given):
         raise ValueError(f"seq_lens, {', '.join(_PADDED)}: got some of the five, needs all or none")
     _check_ints(device, num_reqs, seq_lens=seq_lens)
     _check_ints(device, num_padded + 1, out_query_start_loc=out_query_start_loc)

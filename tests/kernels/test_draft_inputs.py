@@ -478,14 +478,14 @@ def test_launches():
     for num_requests in (0, 1, 8, 256):
         for num_rows in (0, 1, 300, 8192):
             launch = token_launch(num_requests, num_rows, arch)
-            assert launch.block == 256  # the batch must not reach a constexpr
+            assert launch.options["BLOCK"] == 256  # the batch must not reach a constexpr
             assert 1 <= launch.splits * max(num_requests, 1) <= max(128, num_requests)
     assert token_launch(64, 64 * 4, arch).splits == 1
     for hidden_size in (1, 256, 1536, 5376):
         launch = row_launch(hidden_size, arch)
-        assert launch.block // (32 * launch.options["num_warps"]) <= 8
+        assert launch.options["BLOCK_H"] // (32 * launch.options["num_warps"]) <= 8
         assert launch.options["num_warps"] <= 4
-        assert launch.block * launch.splits >= hidden_size
+        assert launch.options["BLOCK_H"] * launch.splits >= hidden_size
 
 
 @pytest.mark.compiled

@@ -21,6 +21,8 @@ from torch import Tensor
 
 from tridraft.kernels._argmax import eligible_ids
 from tridraft.kernels._masked_embedding_kernels import (
+    MAX_REGISTERS,
+    PROGRAMS_PER_SM,
     SCORE_ROWS,
     MaskedEmbeddingLaunch,
     candidate_logits_kernel,
@@ -100,11 +102,12 @@ def _launch_scores(
     counts: Tensor | None = None,
     num_slots: int = 0,
 ) -> Tensor:
+    """Keys `[N, C]` int32 that order, as unsigned integers, as the scores do."""
     (num_rows, hidden_size), num_centroids = hidden.shape, centroids.shape[0]
-    scores = torch.empty(num_rows, num_centroids, dtype=torch.float32, device=hidden.device)
+    keys = torch.empty(num_rows, num_centroids, dtype=torch.int32, device=hidden.device)
     kernel: Any = centroid_scores_kernel[(cdiv(num_centroids, launch.score_block), cdiv(num_rows, SCORE_ROWS))]
     kernel(
-        *(hidden, centroids, idx_mapping, scores, best, arrivals, counts),
+        *(hidden, centroids, idx_mapping, keys, best, arrivals, counts),
         *(num_rows, num_centroids, hidden.stride(0), centroids.stride(0), num_slots),
         BLOCK_N=SCORE_ROWS,
         BLOCK_C=launch.score_block,
@@ -112,23 +115,23 @@ def _launch_scores(
         BLOCK_H=dot_columns(hidden_size, hidden.element_size()),
         **launch_options(launch.score_warps, arch_of(hidden.device)),
     )
-    return scores
+    return keys
 
 
 def _tile_arguments(hidden: Tensor, launch: MaskedEmbeddingLaunch) -> dict[str, Any]:
-    """What all kernels over candidates are compiled for."""
-    max_registers = launch.max_registers if hidden.element_size() < 4 else None
+    """What the kernels that read row by row are compiled for."""
     return {
         "TILE": launch.tile,
         "HIDDEN": hidden.shape[1],
         "BLOCK_H": dot_columns(hidden.shape[1], hidden.element_size()),
-        **launch_options(launch.num_warps, arch_of(hidden.device), max_registers),
+        **launch_options(launch.num_warps, arch_of(hidden.device)),
     }
 
 
 def _select_arguments(num_centroids: int, top_k: int) -> dict[str, Any]:
     """What the kernels that select are compiled for; the block has a centroid for every thread of `select_kernel`."""
-    return {"BLOCK_C": max(128, next_power_of_2(num_centroids)), "GROUPS": group_count(top_k)}
+    block = max(128, next_power_of_2(num_centroids))
+    return {"BLOCK_C": block, "GROUPS": group_count(top_k, block)}
 
 
 def _launch_sample(
@@ -149,33 +152,46 @@ def _launch_sample(
     num_rows, num_centroids, vocab_size = hidden.shape[0], centroids.shape[0], weight.shape[0]
     per_centroid = vocab_size // num_centroids
     parts = cdiv(per_centroid, launch.tile)
-    device = hidden.device
+    device, arch = hidden.device, arch_of(hidden.device)
     best = torch.empty(num_rows, dtype=torch.int64, device=device)
     arrivals = torch.empty(num_rows, dtype=torch.int32, device=device)
-    counts = torch.empty(num_centroids, dtype=torch.int32, device=device) if launch.by_centroid else None
-    scores = _launch_scores(
+    counts = torch.empty(num_centroids + 1, dtype=torch.int32, device=device) if launch.by_centroid else None
+    keys = _launch_scores(
         hidden, centroids, launch, idx_mapping, best, arrivals, counts, num_slots=temperature.shape[0]
     )
     tensors = (hidden, token_ordering, weight, suppress_ids, idx_mapping, temperature, seeds, positions)
     outputs = (best, arrivals, nan_flag, out)
     suppressed = (0 if suppress_ids is None else suppress_ids.shape[0], vocab_size)
     strides = (hidden.stride(0), weight.stride(0), 0 if nan_flag is None else nan_flag.stride(0), out.stride(0))
-    select, tile = _select_arguments(num_centroids, top_k), _tile_arguments(hidden, launch)
+    select = _select_arguments(num_centroids, top_k)
     if launch.by_centroid:
+        active = torch.empty(num_centroids, dtype=torch.int32, device=device)
         members = torch.empty(num_centroids, num_rows, dtype=torch.int32, device=device)
         kernel: Any = select_kernel[(num_rows,)]
         kernel(
-            *(scores, idx_mapping, counts, members, arrivals, num_rows, num_centroids, top_k, parts),
+            *(keys, idx_mapping, counts, active, members, arrivals, num_rows, num_centroids, top_k, parts),
             **select,
-            **launch_options(4, arch_of(device)),
+            **launch_options(4, arch),
         )
-        kernel = centroid_candidates_kernel[(parts, num_centroids)]
-        sizes = (num_rows, top_k, per_centroid)
-        kernel(counts, members, *tensors, *outputs, *sizes, *suppressed, *strides, **tile)
+        kernel = centroid_candidates_kernel[(min(PROGRAMS_PER_SM * arch.num_sms, num_rows * top_k * parts),)]
+        sizes = (num_rows, num_centroids, top_k, per_centroid)
+        kernel(
+            *(counts, active, members, *tensors, *outputs, *sizes, *suppressed, *strides),
+            TILE=launch.tile,
+            HIDDEN=hidden.shape[1],
+            BLOCK_H=dot_columns(hidden.shape[1], hidden.element_size(), row_bytes=256),
+            # float32 multiplies in registers and is not held to it.
+            **launch_options(launch.num_warps, arch, MAX_REGISTERS if hidden.element_size() < 4 else None),
+        )
     else:
-        kernel = row_candidates_kernel[(num_rows, cdiv(top_k * parts, launch.tiles))]
-        sizes = (num_centroids, launch.tiles, top_k, per_centroid, parts)
-        kernel(scores, *tensors, *outputs, *sizes, *suppressed, *strides, **select, **tile)
+        kernel = row_candidates_kernel[(num_rows, top_k, cdiv(parts, launch.tiles))]
+        sizes = (num_centroids, launch.tiles, per_centroid)
+        kernel(
+            *(keys, *tensors, *outputs, *sizes, *suppressed, *strides),
+            PREFETCH=launch.prefetch,
+            **select,
+            **_tile_arguments(hidden, launch),
+        )
 
 
 def _launch_logits(
@@ -190,14 +206,14 @@ def _launch_logits(
 ) -> None:
     num_rows, num_centroids = hidden.shape[0], centroids.shape[0]
     per_centroid = weight.shape[0] // num_centroids
-    parts = cdiv(per_centroid, launch.tile)
     num_suppressed = 0 if suppress_ids is None else suppress_ids.shape[0]
-    scores = _launch_scores(hidden, centroids, launch)
+    keys = _launch_scores(hidden, centroids, launch)
     out.fill_(_MINUS_INF)
-    kernel: Any = candidate_logits_kernel[(num_rows, cdiv(top_k * parts, launch.tiles))]
+    parts = cdiv(per_centroid, launch.tile)
+    kernel: Any = candidate_logits_kernel[(num_rows, top_k, cdiv(parts, launch.tiles))]
     kernel(
-        *(scores, hidden, token_ordering, weight, suppress_ids, out),
-        *(num_centroids, launch.tiles, top_k, per_centroid, parts, num_suppressed),
+        *(keys, hidden, token_ordering, weight, suppress_ids, out),
+        *(num_centroids, launch.tiles, per_centroid, num_suppressed),
         *(hidden.stride(0), weight.stride(0), out.stride(0)),
         **_select_arguments(num_centroids, top_k),
         **_tile_arguments(hidden, launch),
@@ -293,7 +309,7 @@ def masked_embedding_sample(
         token_ordering: `[V]` int64 or int32, a permutation of the vocabulary (`masked_embedding.token_ordering`).
         weight: `[V, H]`, same dtype (`model.embed_tokens.weight`).
         top_k: centroids a row reads.
-        idx_mapping: `[N]` int64 or int32, the request slot of each row; −1: padding, nothing is read or written.
+        idx_mapping: `[N]` int64 or int32, the request slot of each row; −1: padding, nothing is written.
         temperature: `[S]` float32 of each request slot; 0 is greedy.
         seeds: `[S]` int64 of each request slot.
         positions: `[N]` int64 or int32, the position before the token being sampled.

@@ -346,9 +346,12 @@ def test_compiles_into_a_full_graph(device, monkeypatch):
 
 def test_launch_ladder():
     for _, arch in TARGETS.values():
-        for num_rows in (1, 2, 8, 16, 17, 64, 128, 1024):
+        for num_rows in (1, 2, 8, 9, 32, 33, 128, 1024):
             launch = masked_embedding_launch(num_rows, 2048, 262144, 32, arch)
-            assert launch.by_centroid == (num_rows >= 16)
+            assert launch.by_centroid == (num_rows > 32)
+            assert launch.num_warps == (4 if num_rows > 32 else 1 if num_rows <= 8 else 2)
+            if num_rows <= 8:
+                assert num_rows * 32 * 128 / (launch.tile * launch.tiles) <= 1024  # programs
             for hidden_size, element_size in itertools.product((16, 256, 1024, 4096), (2, 4)):
                 assert launch.shared_memory(hidden_size, element_size) <= arch.shared_memory
         assert masked_embedding_launch(4, 16, 64, 4, arch).tile == 16  # the smallest of a dot
@@ -356,10 +359,10 @@ def test_launch_ladder():
 
 @pytest.mark.compiled
 def test_the_batch_reaches_no_variant():
-    """One set of kernels for one row, for a few, by centroid, and with many rows' scores."""
+    """One set of kernels for a few rows, for more, by centroid, and with many rows' scores."""
     centroids, token_ordering = torch.zeros(2048, 256), torch.zeros(262144).long()
     head = (centroids, token_ordering, torch.zeros(1, 256).expand(262144, -1), 32)
-    for batch, num_kernels in ((1,), 2), ((3, 8, 15), 2), ((16, 33, 64), 3), ((65, 70, 128), 3):
+    for batch, num_kernels in ((1, 3, 8), 2), ((9, 16, 32), 2), ((33, 48, 64), 3), ((65, 70, 128), 3):
         found = set()
         for num_rows in batch:
             rows, hidden = rows_of(torch.device("cpu"), num_rows), torch.zeros(num_rows, 256)
@@ -371,7 +374,8 @@ def test_the_batch_reaches_no_variant():
 @pytest.mark.parametrize(
     ("target", "num_rows", "dtype"),
     [
-        *itertools.product(TARGETS, (1, 8, 128), [torch.bfloat16]),
+        *itertools.product(TARGETS, (1, 16, 128), [torch.bfloat16]),
+        ("sm_90", 8, torch.float32),
         ("sm_120", 33, torch.float32),  # the least shared memory, on either vendor's side
         ("gfx942", 33, torch.float32),
     ],
@@ -381,8 +385,8 @@ def test_compiles_ahead_of_time(target, num_rows, dtype):
     hidden, centroids = torch.zeros(num_rows, 256, dtype=dtype), torch.zeros(2048, 256, dtype=dtype)
     weight = torch.zeros(1, 256, dtype=dtype).expand(262144, -1)
     head = (hidden, centroids, torch.zeros(262144).long(), weight, 32)
-    suppress: dict[str, Any] = {} if num_rows == 8 else {"suppress_ids": torch.tensor([1, 2])}
-    flag: dict[str, Any] = {} if num_rows == 8 else {"nan_flag": torch.zeros(num_rows).bool()}
+    suppress: dict[str, Any] = {} if num_rows == 16 else {"suppress_ids": torch.tensor([1, 2])}
+    flag: dict[str, Any] = {} if num_rows == 16 else {"nan_flag": torch.zeros(num_rows).bool()}
     rows = rows_of(torch.device("cpu"), num_rows)
     assert_compiles(lambda: masked_embedding_sample(*head, **rows, **suppress, **flag), target)
     if num_rows == 1:
@@ -398,7 +402,7 @@ def assistant(device, num_rows):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_rows", [1, 7, 33, 130])
+@pytest.mark.parametrize("num_rows", [1, 7, 24, 33, 130])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_sample_at_real_size(num_rows, temperature, device):
     tensors, rows = assistant(device, num_rows), rows_of(device, num_rows, temperature)
@@ -418,7 +422,7 @@ def test_sample_at_real_size(num_rows, temperature, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_rows", [2, 100])
+@pytest.mark.parametrize("num_rows", [2, 20, 100])
 def test_replays_on_changed_inputs(num_rows, device):
     tensors, rows = assistant(device, num_rows), rows_of(device, num_rows, 1.0)
     suppress_ids = torch.tensor([258882, 258883], device=device)

@@ -2,6 +2,7 @@
 parallel with the same requests in all ranks.
 """
 
+import faulthandler
 import os
 import pickle
 import sys
@@ -92,6 +93,7 @@ def main() -> None:
     rank, world, port, output, device = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6]
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(200, exit=True)  # before the test gives up: where a rank waits for another
     if device == "cuda":
         torch.cuda.set_device(rank)
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"

@@ -134,10 +134,9 @@ def _likely(keys, BLOCK_C: tl.constexpr, GROUPS: tl.constexpr):
     eights = tl.reshape(keys, (8, BLOCK_C // 8))
     first, second = tl.reduce((eights, tl.zeros_like(eights)), 0, _two_largest)
     high = tl.max(first, axis=0) + 1
+    low = high - high
     if GROUPS:
         low = tl.min(tl.max(tl.reshape(first, (GROUPS, BLOCK_C // 8 // GROUPS)), axis=1), axis=0)
-    else:
-        low = high - high
     return first, second, low, high
 
 

@@ -40,10 +40,13 @@ from tridraft.kernels._draft_inputs_reference import (
     update_draft_inputs_reference,
 )
 from tridraft.kernels._op import FLOATS, Impl, arch_of, check_tensor, register, use_triton
+from tridraft.kernels._relaunch import Relaunch
 from tridraft.kernels.pad_requests import pad_requests_reference
 
 _INTS = (torch.int32, torch.int64)
 
+# These two are launched in front of a graph; the others are recorded into one.
+_launch_prefill_inputs, _launch_decode_inputs = Relaunch(prefill_inputs_kernel), Relaunch(decode_inputs_kernel)
 
 _PADDED = ("out_query_start_loc", "out_seq_lens", "out_idx_mapping", "out_num_rejected")
 
@@ -74,12 +77,12 @@ def _prepare_prefill_inputs(
     if triton:
         rows = last_token_indices.shape[0]
         launch = token_launch(rows, num_rows, arch_of(input_ids.device))
-        kernel: Any = prefill_inputs_kernel[(rows + 1, launch.splits)]
-        kernel(
-            *(target_input_ids, target_positions, query_start_loc, idx_mapping, last_sampled, next_prefill_tokens),
-            *(num_sampled, num_rejected, seq_lens, *outputs, *padded),
-            *(num_reqs, num_tokens, num_rows, last_sampled.shape[0]),
-            **launch.options,
+        target = (target_input_ids, target_positions, query_start_loc, idx_mapping, last_sampled, next_prefill_tokens)
+        _launch_prefill_inputs(
+            (rows + 1, launch.splits, 1),
+            (*target, num_sampled, num_rejected, seq_lens, *outputs, *padded),
+            (num_reqs, num_tokens, num_rows, last_sampled.shape[0]),
+            launch.options,
         )
         return
     lengths = torch.zeros_like(idx_mapping) if seq_lens is None else seq_lens
@@ -130,14 +133,14 @@ def _prepare_decode_inputs(
     if triton:
         launch = row_launch(hidden_size, arch_of(hidden.device))
         num_slots = 2**31 - 1 if last_sampled is None else last_sampled.shape[0]
+        bonus = (tokens, last_sampled, next_prefill_tokens, num_sampled)
+        outputs = (input_ids, positions, out_seq_lens, out_hidden, out_idx_mapping, block_table, slot_mapping)
         sizes = (num_reqs, hidden.shape[0], num_slots, hidden_size, *_table_sizes(block_table))
-        kernel: Any = decode_inputs_kernel[(num_rows, launch.splits)]
-        kernel(
-            *(*target, tokens, last_sampled, next_prefill_tokens, num_sampled),
-            *(input_ids, positions, out_seq_lens, out_hidden, out_idx_mapping, block_table, slot_mapping),
-            *(*sizes, hidden.stride(0), out_hidden.stride(0), block_size, max_model_len, position_shift),
-            ADVANCE=advance_positions,
-            **launch.options,
+        _launch_decode_inputs(
+            (num_rows, launch.splits, 1),
+            (*target, *bonus, *outputs),
+            (*sizes, hidden.stride(0), out_hidden.stride(0), block_size, max_model_len, position_shift),
+            {"ADVANCE": advance_positions, **launch.options},
         )
         return
     if tokens is None:

@@ -40,7 +40,8 @@ class SpeculatorConfig:
             call `propose` together; None for one rank.
         tensor_parallel_group: a `torch.distributed` group whose ranks each hold this speculator and call `propose` with
             the same batch: each scores its share of the vocabulary. No rank has all the logits that "probabilistic"
-            drafts would keep. None for one rank.
+            drafts would keep. None for one rank. Its graphs hold the group's collectives: drop the speculator before
+            the group is destroyed, which NCCL waits for.
     """
 
     method: Method

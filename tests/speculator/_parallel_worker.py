@@ -3,6 +3,7 @@ parallel with the same requests in all ranks.
 """
 
 import faulthandler
+import gc
 import os
 import pickle
 import sys
@@ -121,7 +122,9 @@ def main() -> None:
             slots = int(speculator.layers[0].k_cache.flatten(2).any(-1).sum())
             found[name] = {"drafts": drafts, "slots": slots, "forwards": forwards, "replays": replays}
             found[name]["rows"] = len(speculator.model.lm_head_weight)
+            del speculator, graphs
     Path(output).write_bytes(pickle.dumps(found))
+    gc.collect()  # a communicator ends once no graph holds its collectives any more
     torch.distributed.destroy_process_group()
 
 

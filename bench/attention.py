@@ -2,10 +2,13 @@
 
 Keys and values lie in pages of 16 tokens in random order, behind a block table with room for 131,072 tokens a request,
 which is all that the host knows when the graph is captured. PyTorch's SDPA gets dense keys and values, the window
-already cut out: the gather is not counted.
+already cut out: the gather is not counted. `metadata_ready` is what a layer passes, whose queries are made right before;
+"metadata late" is the default, for any predecessor.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from _harness import Benchmark, Case, Provider, compiled, main
@@ -51,8 +54,14 @@ def attention_case(
         seq_lens = torch.full((batch,), context, dtype=torch.int32, device=device)
         return q, k_cache, v_cache, table, starts, seq_lens
 
-    def ours(*tensors: Tensor) -> Tensor:
-        return paged_attention(*tensors, scale=scale, max_query_len=queries, sliding_window=window)
+    def attention(metadata_ready: bool) -> Callable[..., Tensor]:
+        return partial(
+            paged_attention,
+            scale=scale,
+            max_query_len=queries,
+            sliding_window=window,
+            metadata_ready=metadata_ready,
+        )
 
     def eager(*tensors: Tensor) -> Tensor:
         return paged_attention_reference(*tensors, scale=scale, sliding_window=window)
@@ -86,7 +95,11 @@ def attention_case(
             )
         )
 
-    providers: dict = {"tridraft": ours, "sdpa dense": Provider(sdpa, dense)}
+    providers: dict = {
+        "tridraft": attention(True),
+        "metadata late": attention(False),
+        "sdpa dense": Provider(sdpa, dense),
+    }
     if prefill and head_dim <= 256:
         # At head 512 none of its settings fits an H200: "Required: 262144 Hardware limit: 232448" bytes.
         flex = compiled(flex_attention)

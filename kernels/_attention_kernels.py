@@ -7,7 +7,16 @@
 import triton
 import triton.language as tl
 
-from tridraft.kernels._attention_loop import NOT_YET, PAIR, attend, mean, raise_queries, score_scale, whole_blocks
+from tridraft.kernels._attention_loop import (
+    NOT_YET,
+    PAIR,
+    attend,
+    mean,
+    prefetch,
+    raise_queries,
+    score_scale,
+    whole_blocks,
+)
 from tridraft.kernels._op import DEBUG
 from tridraft.kernels._pdl import pdl_wait
 
@@ -155,14 +164,19 @@ def split_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One part of one request's visible keys for BLOCK_Q of its queries, one key-value head and BLOCK_V columns.
 
     The grid is fixed; how many parts each request gets follows from the lengths on the device, so that all programs
     read about the same number of keys at whatever length. A request in one part is finished here.
+
+    With EARLY, lengths and block table are read before the wait, and the part's first tile is asked for. What the
+    predecessor still writes to the cache reaches the L2 cache, from which the tile is loaded behind the wait.
     """
-    pdl_wait(PDL)
+    if not EARLY:
+        pdl_wait(PDL)
     COLUMNS: tl.constexpr = (HEAD_DIM + BLOCK_V - 1) // BLOCK_V
     lane = tl.program_id(0) // COLUMNS
     head = lane % num_kv_heads
@@ -181,14 +195,12 @@ def split_kernel(
             BLOCK_N,
             False,
         )
-    if request >= num_requests:
-        return
-    row_begin = tl.load(query_start_loc_ptr + request)
-    query_len = tl.load(query_start_loc_ptr + request + 1) - row_begin
-    seq_len = tl.load(seq_lens_ptr + request)
+    exists = request < num_requests
+    row_begin = tl.load(query_start_loc_ptr + request, mask=exists, other=0)
+    query_len = tl.load(query_start_loc_ptr + request + 1, mask=exists, other=0) - row_begin
+    seq_len = tl.load(seq_lens_ptr + request, mask=exists, other=0)
     first_query = lane // num_kv_heads * BLOCK_Q
-    if (first_query >= query_len) | (query_len > max_queries):
-        return
+    has_queries = (first_query < query_len) & (query_len <= max_queries)
     first_key = _first_key(seq_len, query_len, window)
     key_begin = first_key - first_key % whole_blocks(BLOCK_SIZE, BLOCK_N)
     tiles = tl.maximum((seq_len - key_begin + BLOCK_N - 1) // BLOCK_N, 1)
@@ -196,6 +208,18 @@ def split_kernel(
     part -= parts_before
     begin = key_begin + part * tiles // splits * BLOCK_N
     end = tl.minimum(key_begin + (part + 1) * tiles // splits * BLOCK_N, seq_len)
+    table_ptr += request.to(tl.int64) * stride_tr
+    k_ptr += head.to(tl.int64) * stride_kh
+    v_ptr += head.to(tl.int64) * stride_vh
+    if EARLY:
+        if has_queries:
+            prefetch(
+                table_ptr, k_ptr, v_ptr, begin, end, stride_kb, stride_ks, stride_vb, stride_vs,
+                HEAD_DIM, BLOCK_SIZE, BLOCK_N,
+            )  # fmt: skip
+        pdl_wait(PDL)
+    if not has_queries:
+        return
 
     offs_m = tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
@@ -227,7 +251,6 @@ def split_kernel(
     # Warps that share rows have different keys: with their weights added up at the end, a tile has one exchange less.
     WIDE: tl.constexpr = BLOCK_M == 16
     total = tl.zeros([BLOCK_M, BLOCK_N] if WIDE else [BLOCK_M], tl.float32)
-    head_offset = head.to(tl.int64)
     acc, acc_odd, peak, total = attend(
         acc,
         acc,
@@ -239,9 +262,9 @@ def split_kernel(
         first_key,
         begin,
         end,
-        table_ptr + request.to(tl.int64) * stride_tr,
-        k_ptr + head_offset * stride_kh,
-        v_ptr + head_offset * stride_vh,
+        table_ptr,
+        k_ptr,
+        v_ptr,
         first_v // BLOCK_V * LOADED_V + tl.arange(0, LOADED_V),
         stride_kb,
         stride_ks,

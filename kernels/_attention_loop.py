@@ -7,6 +7,8 @@
 import triton
 import triton.language as tl
 
+from tridraft.kernels._pdl import prefetch_l2
+
 LOG2E = tl.constexpr(1.4426950408889634)
 NOT_YET = tl.constexpr(-1e30)
 """Running maximum before the first visible key: finite, so that a row without keys never subtracts two infinities."""
@@ -91,6 +93,23 @@ def _blocks(table_ptr, first, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constex
             block = tl.load(table_ptr + i, mask=first + i * BLOCK_SIZE < end, other=0)
             blocks = tl.where(offs_n // BLOCK_SIZE == i, block, blocks)
     return blocks
+
+
+@triton.jit
+def prefetch(
+    table_ptr, k_ptr, v_ptr, begin, end, stride_kb, stride_ks, stride_vb, stride_vs,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Ask for the first tile of one head's keys and values to be brought into the L2 cache."""
+    columns: tl.constexpr = HEAD_DIM // 2 if k_ptr.dtype.element_ty == PAIR else HEAD_DIM
+    line: tl.constexpr = 128 // (k_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    offs = tl.arange(0, triton.next_power_of_2(triton.cdiv(columns, line)))[None, :] * line
+    keys = begin + tl.arange(0, BLOCK_N)
+    wanted = (keys < end)[:, None] & (offs < columns)
+    block = _blocks(table_ptr, begin, end, BLOCK_SIZE, BLOCK_N).to(tl.int64)[:, None]
+    slot = (keys % BLOCK_SIZE).to(tl.int64)[:, None]
+    prefetch_l2(k_ptr + block * stride_kb + slot * stride_ks + offs, wanted)
+    prefetch_l2(v_ptr + block * stride_vb + slot * stride_vs + offs, wanted)
 
 
 @triton.jit

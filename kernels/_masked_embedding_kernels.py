@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from tridraft.kernels._op import DEBUG, INTERPRET, Arch, cdiv, next_power_of_2
-from tridraft.kernels._pdl import pdl_options, pdl_wait
+from tridraft.kernels._pdl import pdl_options, pdl_wait, prefetch_l2
 from tridraft.kernels._winner import (
     meet,
     nothing,
@@ -42,7 +42,6 @@ SCORE_ROWS = 16
 """Rows of every dot, the fewest one takes: of another shape the sums of a row could differ."""
 _ROWS = tl.constexpr(SCORE_ROWS)
 _SIGN = tl.constexpr(2**31)
-_ASK = tl.constexpr("{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }")
 
 
 @triton.jit
@@ -232,8 +231,7 @@ def _prefetch(w_ptr, stride_wm, ids, mask, HIDDEN: tl.constexpr):
     lines: tl.constexpr = triton.next_power_of_2(triton.cdiv(HIDDEN * element, 128))
     offs_h = tl.arange(0, lines) * (128 // element)
     ptrs = w_ptr + ids.to(tl.int64)[:, None] * stride_wm + offs_h[None, :]
-    live = mask[:, None] & (offs_h < HIDDEN)[None, :]
-    tl.inline_asm_elementwise(_ASK, "=r,l,r", [ptrs.to(tl.uint64), live.to(tl.int32)], tl.int32, False, 1)
+    prefetch_l2(ptrs, mask[:, None] & (offs_h < HIDDEN)[None, :])
 
 
 @triton.jit

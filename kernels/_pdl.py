@@ -32,3 +32,19 @@ def pdl_wait(PDL: tl.constexpr):
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch_l2(pointers, wanted):
+    """Ask for the 128 bytes at each pointer, where wanted, to be brought into the L2 cache; waits for nothing.
+
+    Writes of other kernels arrive there too, so it may come before the wait whoever still writes the bytes.
+    """
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [pointers.to(tl.uint64), wanted.to(tl.int32)],
+        tl.int32,
+        False,
+        1,
+    )

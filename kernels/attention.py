@@ -270,6 +270,7 @@ def _launch(
     max_query_len: int,
     sliding_window: int | None,
     softcap: float | None,
+    metadata_ready: bool,
     out: Tensor,
 ) -> None:
     num_tokens, num_heads, head_dim = q.shape
@@ -315,7 +316,7 @@ def _launch(
         "V_SCALES": 1 if v_scale is None else v_scale.shape[0],
         "BLOCK_D": _width(head_dim),
     }
-    _launch_split(inputs, min(max_query_len, SPLIT_QUERIES), num_kv_heads, kv_dtype, arch)
+    _launch_split(inputs, min(max_query_len, SPLIT_QUERIES), num_kv_heads, kv_dtype, metadata_ready, arch)
     if max_query_len > SPLIT_QUERIES:
         config = prefill_config(head_dim, group, q.dtype, kv_dtype, arch, num_tokens * num_heads)
         block_q = config.block_m // group
@@ -347,7 +348,12 @@ def _loadable(k_cache: Tensor, v_cache: Tensor, dtype: torch.dtype, arch: Arch) 
 
 
 def _launch_split(
-    inputs: dict[str, Any], max_queries: int, num_kv_heads: int, kv_dtype: torch.dtype, arch: Arch
+    inputs: dict[str, Any],
+    max_queries: int,
+    num_kv_heads: int,
+    kv_dtype: torch.dtype,
+    metadata_ready: bool,
+    arch: Arch,
 ) -> None:
     """Launch the split kernel for the requests with at most `max_queries` queries, and what merges the parts."""
     q, out, seq_lens = (inputs[name] for name in ("q_ptr", "out_ptr", "seq_lens_ptr"))
@@ -373,6 +379,7 @@ def _launch_split(
         budget -= budget % 64
     partial = torch.empty(budget * rows, head_dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(budget * rows, dtype=torch.float32, device=q.device)
+    pdl = pdl_options(arch)
     # Every request has a part of its own beside its share of the budget, which is rounded down.
     launch: Any = split_kernel[(lanes * columns, budget + num_requests - 1)]
     launch(
@@ -388,7 +395,8 @@ def _launch_split(
         BLOCK_V=block_v,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **pdl_options(arch),
+        EARLY=metadata_ready and pdl["PDL"],
+        **pdl,
     )
     if budget < 2:
         return
@@ -438,6 +446,7 @@ def _paged_attention(
     max_query_len: int,
     sliding_window: int | None,
     softcap: float | None,
+    metadata_ready: bool,
     out: Tensor,
     triton: bool,
 ) -> None:
@@ -455,6 +464,7 @@ def _paged_attention(
             max_query_len,
             sliding_window,
             softcap,
+            metadata_ready,
             out,
         )
     else:
@@ -489,6 +499,7 @@ def paged_attention(
     softcap: float | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    metadata_ready: bool = False,
     out: Tensor | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
@@ -509,6 +520,8 @@ def paged_attention(
         softcap: bound of the scores; `None` for none.
         k_scale: float32 factor of the stored keys, `[1]` or `[Hkv]`.
         v_scale: float32 factor of the stored values, `[1]` or `[Hkv]`.
+        metadata_ready: whether the launch right before this one leaves `block_table`, `query_start_loc` and `seq_lens`
+            alone, as one does that makes `q` and writes its keys: then they are read while that one ends.
         out: where to write, like `q`; allocated when `None`.
         impl: "triton", "eager", or "auto" for the kernel where it can run.
 
@@ -578,6 +591,7 @@ def paged_attention(
         max_query_len,
         sliding_window,
         softcap,
+        metadata_ready,
         out,
         launch,
     )

@@ -205,6 +205,7 @@ class QueryAttention(nn.Module):
             sliding_window=None if self.sliding_window is None else self.sliding_window + window_extra,
             k_scale=kv.k_scale,
             v_scale=kv.v_scale,
+            metadata_ready=True,  # behind `qk_norm_rope`
         )
         return self.o_proj(attended.flatten(-2)), stream
 

@@ -350,6 +350,7 @@ class SelfAttention(nn.Module):
             max_query_len=batch.max_query_len,
             k_scale=kv.k_scale,
             v_scale=kv.v_scale,
+            metadata_ready=True,  # behind `qk_norm_rope`
         )
         if gate is not None:
             attended = attended * gate.sigmoid()

@@ -17,6 +17,8 @@ from tridraft.kernels.attention import (
     shared_memory,
     split_config,
 )
+from tridraft.kernels.draft_inputs import compute_slot_mapping
+from tridraft.kernels.kv_cache import write_kv
 
 DTYPES = [torch.float16, torch.float32] if INTERPRET else [torch.bfloat16, torch.float16, torch.float32]
 """The interpreter multiplies bfloat16 bits as integers, so bfloat16 kernels are tested on the GPU only."""
@@ -329,7 +331,7 @@ def test_refusals_name_the_argument():
 def test_opcheck(lengths, layout, device):
     batch = new_batch(lengths, head_dim=32, layout=layout, device=device)
     scales = torch.ones(1, device=device), None
-    settings = (1.0, batch.max_query_len, 7, None, torch.zeros_like(batch.q), device.type == "cuda")
+    settings = (1.0, batch.max_query_len, 7, None, True, torch.zeros_like(batch.q), device.type == "cuda")
     torch.library.opcheck(torch.ops.tridraft.paged_attention.default, (*batch.tensors, *scales, *settings))
 
 
@@ -448,8 +450,8 @@ def test_few_variants_serve_all_batch_sizes(window):
     ("kernel", "head_dim", "num_heads", "kv_dtype", "max_query_len", "options"),
     [
         ("", 512, 16, FP8, 1, {"k_scale": torch.ones(2), "v_scale": torch.ones(1)}),
-        ("", 256, 8, torch.bfloat16, 1, {"sliding_window": 512}),
-        pytest.param("split_kernel", 512, 16, FP8, 8, {}, marks=pytest.mark.slow),
+        ("", 256, 8, torch.bfloat16, 1, {"sliding_window": 512, "metadata_ready": True}),
+        pytest.param("split_kernel", 512, 16, FP8, 8, {"metadata_ready": True}, marks=pytest.mark.slow),
         ("prefill_kernel", 96, 10, FP8, 32, {"sliding_window": 64, "softcap": 50.0, "k_scale": torch.ones(1)}),
         ("split_kernel", 64, 8, torch.float32, 4, {"softcap": 50.0}),
         pytest.param("split_kernel", 512, 16, torch.bfloat16, 8, {}, marks=pytest.mark.slow),
@@ -516,6 +518,36 @@ def test_captured_at_one_length_and_replayed_at_others(max_query_len, device):
         assert out[rows:].isnan().all()
         batch.q = everything
     assert starts[-1] == len(q)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block_size", [1, 16, 48])
+@pytest.mark.parametrize(
+    ("head_dim", "kv_dtype", "window"),
+    [(512, torch.bfloat16, None), (512, FP8, None), (256, torch.bfloat16, 512), (96, torch.bfloat16, 100)],
+)
+def test_keys_of_the_launch_before_are_seen_when_metadata_is_ready(head_dim, kv_dtype, window, block_size, device):
+    """Parts ask for their first tile before the wait, while the newest keys, which are in it, are still written."""
+    lengths = [(1, 700), (0, 0), (4, 1500), (1, 1), (2, 33)]
+    batch = new_batch(
+        lengths, num_heads=8, num_kv_heads=1, head_dim=head_dim, block_size=block_size, dtype=torch.bfloat16,
+        kv_dtype=kv_dtype, window=window, device=device,
+    )  # fmt: skip
+    positions = [key for queries, keys in lengths for key in range(keys - queries, keys)]
+    places = torch.tensor(positions, device=device)
+    slots = compute_slot_mapping(places, batch.query_start_loc, batch.block_table, block_size, max_model_len=2048)
+    written = torch.randn(20, 2, len(positions), 1, head_dim, device=device).bfloat16()
+    outs = []
+    for k, v in written:
+        write_kv(k, v, batch.k_cache, batch.v_cache, slots)
+        outs.append(
+            paged_attention(*batch.tensors, scale=0.04, max_query_len=4, sliding_window=window, metadata_ready=True)
+        )
+    for (k, v), out in zip(written, outs, strict=True):
+        write_kv(k, v, batch.k_cache, batch.v_cache, slots)
+        torch.cuda.synchronize()
+        expected = paged_attention(*batch.tensors, scale=0.04, max_query_len=4, sliding_window=window)
+        assert torch.equal(out, expected)
 
 
 @pytest.mark.gpu

@@ -3,7 +3,7 @@
 Keys and values lie in pages of 16 tokens in random order, behind a block table with room for 131,072 tokens a request,
 which is all that the host knows when the graph is captured. PyTorch's SDPA gets dense keys and values, the window
 already cut out: the gather is not counted. A layer, whose queries are made right before, passes `metadata_ready`;
-"metadata late" is what any other predecessor needs, the default.
+"tridraft late" is what any other predecessor needs, the default.
 """
 
 from collections.abc import Callable
@@ -97,7 +97,7 @@ def attention_case(
 
     providers: dict = {
         "tridraft": attention(True),
-        "metadata late": attention(False),
+        "tridraft late": attention(False),
         "sdpa dense": Provider(sdpa, dense),
     }
     if prefill and head_dim <= 256:

@@ -33,7 +33,11 @@ def markdown_table(results: dict[str, dict[str, Any]]) -> str:
     for result in results.values():
         rows = [row for row in _measured(result) if row["headline"]]
         for ours in (row for row in rows if row["provider"] == OURS):
-            others = [r for r in rows if r["case"] == ours["case"] and r["provider"] not in (OURS, FLOOR)]
+            others = [
+                r
+                for r in rows
+                if r["case"] == ours["case"] and r["provider"] != FLOOR and not r["provider"].startswith(OURS)
+            ]
             best = min(others, key=lambda row: row["us"], default=None)
             other = f"{best['us']:.1f} ({best['provider']}) | {best['us'] / ours['us']:.1f}" if best else "– | –"
             lines.append(f"| {ours['case']} | {ours['us']:.1f} | {ours['percent']:.0f}% | {other} |")

@@ -395,7 +395,8 @@ def _launch_split(
         BLOCK_V=block_v,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        EARLY=metadata_ready and pdl["PDL"],
+        # One request at 8k 12.3 → 11.5, 128 unsplit windows 21.2 → 20.1; 32 split windows 10.9 → 11.4.
+        EARLY=metadata_ready and (num_requests == 1 or budget == 1) and pdl["PDL"],
         **pdl,
     )
     if budget < 2:

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from tridraft.kernels._argmax import eligible_ids
 from tridraft.kernels._masked_embedding_kernels import (
-    MAX_REGISTERS,
-    PROGRAMS_PER_SM,
+    CANDIDATE_BYTES,
+    SCORE_BYTES,
     SCORE_ROWS,
+    SELECT_WARPS,
     MaskedEmbeddingLaunch,
     candidate_logits_kernel,
     centroid_candidates_kernel,
@@ -34,6 +35,7 @@ from tridraft.kernels._masked_embedding_kernels import (
     masked_embedding_launch,
     row_candidates_kernel,
     select_kernel,
+    write_tokens_kernel,
 )
 from tridraft.kernels._op import FLOATS, Impl, arch_of, cdiv, check_tensor, next_power_of_2, register, use_triton
 from tridraft.kernels.sampling import check_sampling, sample_reference, store_reference
@@ -112,18 +114,18 @@ def _launch_scores(
         BLOCK_N=SCORE_ROWS,
         BLOCK_C=launch.score_block,
         HIDDEN=hidden_size,
-        BLOCK_H=dot_columns(hidden_size, hidden.element_size()),
+        BLOCK_H=dot_columns(hidden_size, hidden.element_size(), SCORE_BYTES),
         **launch_options(launch.score_warps, arch_of(hidden.device)),
     )
     return keys
 
 
 def _tile_arguments(hidden: Tensor, launch: MaskedEmbeddingLaunch) -> dict[str, Any]:
-    """What the kernels that read row by row are compiled for."""
+    """What the kernels over candidates are compiled for."""
     return {
         "TILE": launch.tile,
         "HIDDEN": hidden.shape[1],
-        "BLOCK_H": dot_columns(hidden.shape[1], hidden.element_size()),
+        "BLOCK_H": dot_columns(hidden.shape[1], hidden.element_size(), CANDIDATE_BYTES),
         **launch_options(launch.num_warps, arch_of(hidden.device)),
     }
 
@@ -155,42 +157,42 @@ def _launch_sample(
     device, arch = hidden.device, arch_of(hidden.device)
     best = torch.empty(num_rows, dtype=torch.int64, device=device)
     arrivals = torch.empty(num_rows, dtype=torch.int32, device=device)
-    counts = torch.empty(num_centroids + 1, dtype=torch.int32, device=device) if launch.by_centroid else None
+    counts = torch.empty(num_centroids + 1, dtype=torch.int32, device=device) if launch.order == "centroid" else None
     keys = _launch_scores(
         hidden, centroids, launch, idx_mapping, best, arrivals, counts, num_slots=temperature.shape[0]
     )
     tensors = (hidden, token_ordering, weight, suppress_ids, idx_mapping, temperature, seeds, positions)
-    outputs = (best, arrivals, nan_flag, out)
-    suppressed = (0 if suppress_ids is None else suppress_ids.shape[0], vocab_size)
-    strides = (hidden.stride(0), weight.stride(0), 0 if nan_flag is None else nan_flag.stride(0), out.stride(0))
-    select = _select_arguments(num_centroids, top_k)
-    if launch.by_centroid:
-        active = torch.empty(num_centroids, dtype=torch.int32, device=device)
+    num_suppressed = 0 if suppress_ids is None else suppress_ids.shape[0]
+    out_strides = (0 if nan_flag is None else nan_flag.stride(0), out.stride(0))
+    select, tile = _select_arguments(num_centroids, top_k), _tile_arguments(hidden, launch)
+    pairs = num_rows * top_k
+    chosen = active = members = None
+    if launch.order == "row":
+        chosen = torch.empty(pairs, dtype=torch.int32, device=device)
+    if launch.order == "centroid":
+        active = torch.empty(min(num_centroids, pairs) + pairs // SCORE_ROWS, dtype=torch.int32, device=device)
         members = torch.empty(num_centroids, num_rows, dtype=torch.int32, device=device)
+    if launch.order != "search":
         kernel: Any = select_kernel[(num_rows,)]
         kernel(
-            *(keys, idx_mapping, counts, active, members, arrivals, num_rows, num_centroids, top_k, parts),
+            *(keys, idx_mapping, chosen, counts, active, members, num_rows, num_centroids, top_k),
             **select,
-            **launch_options(4, arch),
+            **launch_options(SELECT_WARPS, arch),
         )
-        kernel = centroid_candidates_kernel[(min(PROGRAMS_PER_SM * arch.num_sms, num_rows * top_k * parts),)]
-        sizes = (num_rows, num_centroids, top_k, per_centroid)
-        kernel(
-            *(counts, active, members, *tensors, *outputs, *sizes, *suppressed, *strides),
-            TILE=launch.tile,
-            HIDDEN=hidden.shape[1],
-            BLOCK_H=dot_columns(hidden.shape[1], hidden.element_size(), row_bytes=256),
-            # float32 multiplies in registers and is not held to it.
-            **launch_options(launch.num_warps, arch, MAX_REGISTERS if hidden.element_size() < 4 else None),
-        )
+    if active is not None:
+        kernel = centroid_candidates_kernel[(active.shape[0] * parts,)]
+        sizes = (num_rows, num_centroids, per_centroid, num_suppressed, hidden.stride(0), weight.stride(0))
+        kernel(counts, active, members, *tensors, best, *sizes, **tile)
     else:
-        kernel = row_candidates_kernel[(num_rows, top_k, cdiv(parts, launch.tiles))]
-        sizes = (num_centroids, launch.tiles, per_centroid)
+        kernel = row_candidates_kernel[(num_rows, top_k, parts)]
+        sizes = (num_centroids, per_centroid, num_suppressed, vocab_size)
+        strides = (hidden.stride(0), weight.stride(0), *out_strides)
+        kernel(keys, chosen, *tensors, best, arrivals, nan_flag, out, *sizes, *strides, **select, **tile)
+    if launch.order != "search":
+        kernel = write_tokens_kernel[(cdiv(num_rows, 32),)]
+        sizes = (num_rows, num_suppressed, vocab_size)
         kernel(
-            *(keys, *tensors, *outputs, *sizes, *suppressed, *strides),
-            PREFETCH=launch.prefetch,
-            **select,
-            **_tile_arguments(hidden, launch),
+            idx_mapping, best, suppress_ids, nan_flag, out, *sizes, *out_strides, BLOCK_N=32, **launch_options(1, arch)
         )
 
 
@@ -209,11 +211,10 @@ def _launch_logits(
     num_suppressed = 0 if suppress_ids is None else suppress_ids.shape[0]
     keys = _launch_scores(hidden, centroids, launch)
     out.fill_(_MINUS_INF)
-    parts = cdiv(per_centroid, launch.tile)
-    kernel: Any = candidate_logits_kernel[(num_rows, top_k, cdiv(parts, launch.tiles))]
+    kernel: Any = candidate_logits_kernel[(num_rows, top_k, cdiv(per_centroid, launch.tile))]
     kernel(
         *(keys, hidden, token_ordering, weight, suppress_ids, out),
-        *(num_centroids, launch.tiles, per_centroid, num_suppressed),
+        *(num_centroids, per_centroid, num_suppressed),
         *(hidden.stride(0), weight.stride(0), out.stride(0)),
         **_select_arguments(num_centroids, top_k),
         **_tile_arguments(hidden, launch),

@@ -25,13 +25,12 @@ DTYPES = [torch.float32, torch.float16] + ([] if INTERPRET else [torch.bfloat16]
 SHAPES = [(1, 16, 8, 32, 2), (3, 40, 12, 480, 3), (2, 32, 4, 80, 4), (2, 64, 40, 40, 1)]
 
 
-@pytest.fixture(params=["by row", "by centroid"])
+@pytest.fixture(params=["search", "row", "centroid"])
 def order(request, monkeypatch):
-    """Both ways of reading candidates, in small pieces, whatever the ladder prefers."""
-    by_centroid = request.param == "by centroid"
+    """All ways of reading candidates, in small pieces, whatever the ladder prefers."""
 
     def launch(*args):
-        return dataclasses.replace(masked_embedding_launch(*args), by_centroid=by_centroid, tile=16, tiles=2)
+        return dataclasses.replace(masked_embedding_launch(*args), order=request.param, tile=16)
 
     monkeypatch.setattr(masked_embedding, "masked_embedding_launch", launch)
 
@@ -348,10 +347,7 @@ def test_launch_ladder():
     for _, arch in TARGETS.values():
         for num_rows in (1, 2, 8, 9, 32, 33, 128, 1024):
             launch = masked_embedding_launch(num_rows, 2048, 262144, 32, arch)
-            assert launch.by_centroid == (num_rows > 32)
-            assert launch.num_warps == (4 if num_rows > 32 else 1 if num_rows <= 8 else 2)
-            if num_rows <= 8:
-                assert num_rows * 32 * 128 / (launch.tile * launch.tiles) <= 1024  # programs
+            assert launch.order == ("centroid" if num_rows > 16 else "row" if num_rows > 2 else "search")
             for hidden_size, element_size in itertools.product((16, 256, 1024, 4096), (2, 4)):
                 assert launch.shared_memory(hidden_size, element_size) <= arch.shared_memory
         assert masked_embedding_launch(4, 16, 64, 4, arch).tile == 16  # the smallest of a dot
@@ -362,7 +358,7 @@ def test_the_batch_reaches_no_variant():
     """One set of kernels for a few rows, for more, by centroid, and with many rows' scores."""
     centroids, token_ordering = torch.zeros(2048, 256), torch.zeros(262144).long()
     head = (centroids, token_ordering, torch.zeros(1, 256).expand(262144, -1), 32)
-    for batch, num_kernels in ((1, 3, 8), 2), ((9, 16, 32), 2), ((33, 48, 64), 3), ((65, 70, 128), 3):
+    for batch, num_kernels in ((1, 2), 2), ((3, 8, 16), 4), ((17, 33, 64), 4), ((65, 70, 128), 4):
         found = set()
         for num_rows in batch:
             rows, hidden = rows_of(torch.device("cpu"), num_rows), torch.zeros(num_rows, 256)

@@ -7,8 +7,9 @@ from _aot import TARGETS, assert_compiles
 from _compare import assert_close_to_float64
 from conftest import INTERPRET
 from tridraft.kernels import lm_head
+from tridraft.kernels._lm_head_kernels import LmHeadConfig, lm_head_config
 from tridraft.kernels._op import Impl, cdiv, next_power_of_2
-from tridraft.kernels.lm_head import LmHeadConfig, lm_head_config, lm_head_sample
+from tridraft.kernels.lm_head import lm_head_sample
 
 NAN, INF = float("nan"), float("inf")
 FP8 = torch.float8_e4m3fn
@@ -73,15 +74,32 @@ def test_logits_are_float64s(rows, vocab_size, hidden_size, dtype, impl, device)
 
 @pytest.mark.parametrize("per_row", [True, False])
 def test_fp8_weights_are_scaled(per_row, impl, device):
-    dtype = torch.float32 if INTERPRET else torch.bfloat16
-    hidden = torch.randn(3, 64, device=device).to(dtype)
-    weight = (torch.randn(200, 64, device=device) * 50).to(FP8)
+    hidden = torch.randn(3, 200, device=device).to(torch.bfloat16)
+    weight = (torch.randn(200, 200, device=device) * 50).to(FP8)
     scale = torch.rand(200 if per_row else 1, device=device) * 0.1
     exact = exact_logits(hidden, weight.float(), scale)
     same = float32_logits(hidden, weight) * scale
     assert_close_to_float64(logits_of(hidden, weight, impl=impl, weight_scale=scale), exact, same)
     got = head(hidden, weight, impl=impl, weight_scale=scale)
     assert got.tolist() == exact.argmax(-1).tolist()
+
+
+def test_fp8_takes_hidden_states_of_any_magnitude(impl, device):
+    """bfloat16's range is far beyond float16's, in which products with 8-bit weights are made."""
+    scales = torch.tensor([1e-35, 1e-30, 1e-6, 1.0, 1e6, 1e30, 0.0], device=device)
+    hidden = (torch.randn(7, 72, device=device) * scales[:, None]).to(torch.bfloat16)
+    hidden[3, ::2] *= 1e-6
+    weight = torch.randn(130, 72, device=device).to(FP8)
+    got, exact = logits_of(hidden, weight, impl=impl), exact_logits(hidden, weight.float())
+    assert ((got - exact).abs() <= 2**-18 * exact.abs().amax(1, keepdim=True)).all()
+    hidden[:5, 0] = torch.tensor([INF, -INF, NAN, 3e38, 0.0], device=device)
+    weight[:3] = torch.tensor([[NAN], [1.0], [0.0]], device=device).to(FP8)
+    logits = logits_of(hidden, weight, impl=impl)
+    exact = exact_logits(hidden, weight.float())
+    assert (logits[:3].isinf() == (exact[:3].isinf() | exact[:3].isnan())).all()
+    if not INTERPRET:  # it converts an 8-bit NaN to 480
+        assert (logits[:, 0] == -INF).all(), "NaN is kept as −inf"
+    assert logits[3, 1].item() == pytest.approx(exact[3, 1].item(), rel=2**-7)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -181,14 +199,17 @@ def test_one_row_of_minus_inf_gives_the_lowest_eligible_id(impl, device):
     assert not flag.item()
 
 
-def test_c26_a_row_does_not_depend_on_the_others(impl, device):
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("hidden_size", [136] if INTERPRET else [136, 1000, 1032])
+def test_c26_a_row_does_not_depend_on_the_others(hidden_size, fp8, impl, device):
     """Bit for bit: the kept logits of a row are the same alone, in a batch of any size, and beside padding."""
     dtype = torch.float16 if INTERPRET else torch.bfloat16
     rows, vocab_size = (18, 130) if INTERPRET else (200, 260)
-    hidden = torch.randn(rows, 136, device=device).to(dtype)
-    weight = torch.randn(vocab_size, 136, device=device).to(dtype)
+    hidden = torch.randn(rows, hidden_size, device=device).to(dtype)
+    weight = torch.randn(vocab_size, hidden_size, device=device).to(dtype)
     if impl == "eager":  # PyTorch's own products promise nothing
         hidden, weight = hidden.round(), weight.round()
+    weight = weight.to(FP8) if fp8 else weight
     whole = logits_of(hidden, weight, impl=impl)
     for n in (1, 17) if INTERPRET else (1, 2, 16, 17, 33, 65):
         assert torch.equal(logits_of(hidden[:n], weight, impl=impl), whole[:n])
@@ -203,7 +224,16 @@ def test_c26_a_row_does_not_depend_on_the_others(impl, device):
     assert torch.equal(head(hidden[:3], weight, 1.0, impl=impl), tokens[:3])
 
 
-@pytest.mark.parametrize("config", [LmHeadConfig(16, 64, 32, 2, 4, 1), LmHeadConfig(32, 32, 64, 3, 4, 2)], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [
+        LmHeadConfig(16, 64, 32, 2, 4, 1),
+        LmHeadConfig(32, 32, 64, 3, 4, 2),
+        LmHeadConfig(16, 64, 16, 2, 4, 1, resident=80),
+        LmHeadConfig(16, 128, 32, 2, 4, 1, fold=4),
+    ],
+    ids=str,
+)
 def test_any_tiling_gives_the_same_tokens(config, monkeypatch, impl, device):
     hidden, weight = torch.randn(3, 72, device=device), torch.randn(333, 72, device=device)
     expected = head(hidden, weight, 0.7, impl="eager")
@@ -297,6 +327,8 @@ AOT = [  # rows, H, hidden dtype, weight dtype, with everything optional
     (1, 256, torch.bfloat16, torch.bfloat16, True),
     (1, 1000, torch.bfloat16, torch.bfloat16, False),
     (8, 1024, torch.bfloat16, FP8, True),
+    (64, 1024, torch.bfloat16, FP8, False),
+    (64, 1024, torch.bfloat16, torch.bfloat16, False),
     (256, 1024, torch.float16, torch.float16, False),
     (32, 256, torch.float32, torch.float32, True),
 ]
@@ -330,14 +362,14 @@ def test_aot(rows, hidden_size, dtype, weight_dtype, optional, target):
 def test_ladder(hidden_bytes, weight_bytes, target):
     arch = TARGETS[target][1]
     for hidden_size in (1, 40, 256, 1024, 5376):
-        block_k = set()
+        orders = set()
         for rows in (1, 8, 16, 17, 32, 64, 128, 256):
             config = lm_head_config(rows, hidden_size, hidden_bytes, weight_bytes, arch)
             assert config.programs_per_sm * config.shared_memory(hidden_bytes, weight_bytes, arch) <= arch.shared_memory
             assert config.block_n * cdiv(rows, config.block_n) >= rows
             assert all(next_power_of_2(x) == x >= 16 for x in (config.block_n, config.block_v, config.block_k))
-            block_k.add(config.block_k)
-        assert len(block_k) == 1, "the order of a row's sum must not depend on the number of rows"
+            orders.add((config.block_k, config.resident) if weight_bytes == 1 else min(config.block_k, 64))
+        assert len(orders) == 1, "how a row's sum rounds must not depend on the number of rows"
 
 
 @pytest.mark.gpu

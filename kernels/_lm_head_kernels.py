@@ -155,6 +155,7 @@ def lm_head_kernel(
     REORDER: tl.constexpr,
     RESIDENT: tl.constexpr,
     FOLD: tl.constexpr,
+    ONE_ROW: tl.constexpr,
     PDL: tl.constexpr,
 ):
     pdl_wait(PDL)
@@ -261,7 +262,10 @@ def lm_head_kernel(
                     kept = tl.where(is_nan(x), float("-inf"), x).to(logits_out_ptr.dtype.element_ty)
                     tl.store(out_ptrs[None, :] + target_ids[:, None], kept, mask=mask_v[:, None] & mask_n[None, :])
                 if any_hot:
-                    noise = gumbel_at(seeds[None, :], positions[None, :], target_ids[:, None], STREAM)
+                    if ONE_ROW:  # no noise for the other columns of the tile
+                        noise = gumbel_at(tl.sum(seeds), tl.sum(positions), target_ids, STREAM)[:, None]
+                    else:
+                        noise = gumbel_at(seeds[None, :], positions[None, :], target_ids[:, None], STREAM)
                     x = tl.where(hot[None, :], x * inverse[None, :] + noise, x)
                 take = (x > best) | is_nan(best)
                 best = tl.where(take, x, best)
@@ -340,9 +344,9 @@ def lm_head_config(num_rows: int, hidden_size: int, hidden_bytes: int, weight_by
     block_k = min(max(16, next_power_of_2(hidden_size)), widest)
     if arch[:2] == ("cuda", 90) and hidden_bytes == weight_bytes == 2 and num_rows > 32 and hidden_size > block_k:
         # Many rows wait for operands to come from L2 and from shared memory; larger tiles need fewer. H 1,024 (H200,
-        # 2026-11-30): 64 rows 138 against 146 in tiles of 64 × 64. 128 rows 178 against 270, but 785 against 500 at
-        # temperature 1, whose code for a tile is longer than the instruction cache.
-        return LmHeadConfig(64 if num_rows <= 64 else 128, 128, 64, 5, 8, 1, fold=4)
+        # 2026-11-30), against tiles of 64 × 64: 64 rows 138 to 146, at temperature 1 223 to 257; 128 rows 221 to 270,
+        # 398 to 500. All 128 rows in one tile take 178, but 785 at temperature 1.
+        return LmHeadConfig(64, 128, 64, 5, 8, 1, fold=4)
     # Tensor cores from one row on: a 16-wide tile costs nothing beside its weights, and one path means one rounding.
     # 64 rows at most: a wider tile would hold scores, ids and noise of more elements than a thread has registers for.
     block_n = min(max(16, next_power_of_2(num_rows)), 64)

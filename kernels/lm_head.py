@@ -153,6 +153,7 @@ def _launch_lm_head_sample(
         REORDER=weight.element_size() == 1 and config.block_k >= 64,
         RESIDENT=config.resident > 0 or num_blocks_k == 1,
         FOLD=config.fold,
+        ONE_ROW=num_rows == 1,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **pdl_options(arch),

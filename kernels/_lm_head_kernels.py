@@ -344,9 +344,10 @@ def lm_head_config(num_rows: int, hidden_size: int, hidden_bytes: int, weight_by
     block_k = min(max(16, next_power_of_2(hidden_size)), widest)
     if arch[:2] == ("cuda", 90) and hidden_bytes == weight_bytes == 2 and num_rows > 32 and hidden_size > block_k:
         # Many rows wait for operands to come from L2 and from shared memory; larger tiles need fewer. H 1,024 (H200,
-        # 2026-11-30), against tiles of 64 × 64: 64 rows 138 to 146, at temperature 1 223 to 257; 128 rows 221 to 270,
-        # 398 to 500. All 128 rows in one tile take 178, but 785 at temperature 1.
-        return LmHeadConfig(64, 128, 64, 5, 8, 1, fold=4)
+        # 2026-11-30), against tiles of 64 × 64: 64 rows 138 to 146, at temperature 1 223 to 257; 128 rows in tiles of
+        # 64 214 to 270 and 398 to 500, in one of 128 9% and 11% less. That in 8 warps takes 785 at temperature 1.
+        block_n, num_warps = (64, 8) if num_rows <= 64 else (128, 16)
+        return LmHeadConfig(block_n, 128, 64, 5, num_warps, 1, fold=4)
     # Tensor cores from one row on: a 16-wide tile costs nothing beside its weights, and one path means one rounding.
     # 64 rows at most: a wider tile would hold scores, ids and noise of more elements than a thread has registers for.
     block_n = min(max(16, next_power_of_2(num_rows)), 64)

@@ -18,7 +18,7 @@ from tridraft.kernels._argmax import argmax, is_nan, lowest_eligible
 from tridraft.kernels._op import DEBUG, cdiv, next_power_of_2
 from tridraft.kernels._pdl import pdl_wait
 from tridraft.kernels._winner import meet, nothing, open_meeting, winner_key, winning_token
-from tridraft.kernels.random import ACCEPT, GROUP, RESAMPLE, group_word_at, gumbel_of, race, uniform_at, words_of_ids
+from tridraft.kernels.random import ACCEPT, RESAMPLE, STRIP, gumbel_of_word, uniform_at, words_of_counter
 
 _ACCEPT, _RESAMPLE = tl.constexpr(ACCEPT), tl.constexpr(RESAMPLE)
 
@@ -255,29 +255,23 @@ def judge_kernel(
             draft = tl.where(_pick(proposed.to(tl.int32), steps, accepted) > 0, draft, -1)
 
             position = tl.load(positions_ptr + begin + accepted).to(tl.int64)
-            seed = tl.load(seeds_ptr + slot)
-            first_id = block * WIDTH
-            group_ids = first_id + tl.arange(0, WIDTH // GROUP) * GROUP
-            shortest, first = race(group_word_at(seed, position, group_ids, _RESAMPLE))
+            counters = block * WIDTH + tl.arange(0, WIDTH)
+            words = words_of_counter(tl.load(seeds_ptr + slot), position, counters, _RESAMPLE)
+            offs = counters // STRIP * (4 * STRIP) + counters % STRIP
+            last_id = block * WIDTH // STRIP * (4 * STRIP) + 4 * WIDTH + 4 * STRIP
             key = nothing()
-            for half in tl.static_range(2):
-                words = words_of_ids(seed, position, group_ids // 4 + half, _RESAMPLE)
-                for quarter in tl.static_range(4):
-                    place = half * 4 + quarter
-                    ids = group_ids + place
-                    logits = _load_eligible(
-                        row_ptr, ids, vocab_size, suppress_ptr, num_suppressed, first_id, first_id + WIDTH - 1
-                    )
-                    scores = logits * inverse
-                    if draft >= 0:
-                        if draft_ptr is None:
-                            scores = tl.where(ids == draft, float("nan"), scores)
-                        else:
-                            scores = _log_residual(
-                                scores, p_max, p_sum, q_row_ptr, ids, vocab_size, q_max, q_sum, draft, inverse
-                            )
-                    scores += gumbel_of(shortest, first, place, words[quarter])
-                    key = tl.maximum(key, winner_key(scores, ids, ids < vocab_size))
+            for strip in tl.static_range(4):
+                ids = offs + strip * STRIP
+                logits = _load_eligible(row_ptr, ids, vocab_size, suppress_ptr, num_suppressed, block * WIDTH, last_id)
+                scores = logits * inverse
+                if draft >= 0:
+                    if draft_ptr is None:
+                        scores = tl.where(ids == draft, float("nan"), scores)
+                    else:
+                        scores = _log_residual(
+                            scores, p_max, p_sum, q_row_ptr, ids, vocab_size, q_max, q_sum, draft, inverse
+                        )
+                key = tl.maximum(key, winner_key(scores + gumbel_of_word(words[strip]), ids, ids < vocab_size))
             done, winner = meet(key, request, tl.num_programs(1), best_ptr, arrivals_ptr)
             if done:
                 token, _ = winning_token(winner, suppress_ptr, num_suppressed, vocab_size)
@@ -291,7 +285,7 @@ class RejectionLaunch:
 
     Attributes:
         block: ids of a program of `statistics_kernel`.
-        width: ids of a program of `judge_kernel`.
+        width: a quarter of the ids of a program of `judge_kernel`.
         num_warps: warps of both.
     """
 
@@ -300,8 +294,10 @@ class RejectionLaunch:
     num_warps: int
 
     def draw_blocks(self, vocab_size: int) -> int:
-        """Programs that draw a token."""
-        return cdiv(vocab_size, self.width)
+        """Programs that draw a token: strips of 1,024 ids, four to a random number."""
+        strip = STRIP.value
+        counters = vocab_size // (4 * strip) * strip + min(vocab_size % (4 * strip), strip)
+        return cdiv(counters, self.width)
 
 
 def rejection_launch(vocab_size: int) -> RejectionLaunch:
@@ -310,4 +306,4 @@ def rejection_launch(vocab_size: int) -> RejectionLaunch:
     # requests still have long enough programs. 32 elements a thread keep a block in registers for its second pass.
     block = min(next_power_of_2(vocab_size), 8192)
     # Drawing is bound by arithmetic, and of one row only, so its blocks are half as long: 64 programs a request.
-    return RejectionLaunch(block, width=min(max(block, 8), 4096), num_warps=max(1, min(8, block // 256)))
+    return RejectionLaunch(block, width=min(block, 1024), num_warps=max(1, min(8, block // 256)))

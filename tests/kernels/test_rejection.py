@@ -347,7 +347,7 @@ def ragged(device, vocab_size, seed=0, dtype=torch.float32):
 @pytest.mark.parametrize("with_logits", [False, True])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_kernel_is_the_definition(seed, with_logits, vocab_size, request, device):
-    """Exactly, with several blocks; 4,200 ids reach the second strip and the second block of one random number."""
+    """Exactly, with several blocks; 4,200 ids reach the second strip and the second group of one random number."""
     if vocab_size < 100:
         request.getfixturevalue("small_blocks")
     target, drafts, rows, draft_logits = ragged(device, vocab_size, seed)
@@ -440,8 +440,12 @@ def test_launch_ladder():
     for vocab_size in (1, 37, 1024, 4095, 4097, 5120, 32000, 262144):
         launch = rejection_launch(vocab_size)
         assert launch.block // (32 * launch.num_warps) <= 32
-        assert launch.width >= 8
-        assert launch.draw_blocks(vocab_size) * launch.width >= vocab_size
+        drawn = {
+            counter // 1024 * 4096 + counter % 1024 + strip * 1024
+            for counter in range(launch.draw_blocks(vocab_size) * launch.width)
+            for strip in range(4)
+        }
+        assert set(range(vocab_size)) <= drawn
     assert rejection_launch(262144).draw_blocks(262144) == 64
 
 

@@ -19,8 +19,9 @@ FLOOR = "read floor"
 
 
 def load(folder: Path) -> dict[str, dict[str, Any]]:
-    """The results of one GPU by operation."""
-    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    """The results of one GPU by operation; those of a whole propose have columns of their own."""
+    paths = sorted(path for path in folder.glob("*.json") if path.stem != "propose")
+    return {path.stem: json.loads(path.read_text()) for path in paths}
 
 
 def _measured(result: dict[str, Any]) -> list[dict[str, Any]]:

@@ -123,10 +123,12 @@ def test_report(monkeypatch, tmp_path, capsys):
         {**CASE, "provider": "tridraft", "us": 2.0, "speedup": 3.0},
         {**CASE, "provider": "eager", "us": 6.0, "speedup": 1.0},
         {**CASE, "provider": "compile", "us": 3.0, "speedup": 2.0},
+        {**CASE, "provider": "tridraft late", "us": 2.5, "speedup": 2.4},
         {**CASE, "provider": "read floor", "us": 1.0, "speedup": 6.0},
         {**CASE, "provider": "broken", "us": 0.0, "speedup": 0.0, "error": "failed"},
     ]
     (tmp_path / "op.json").write_text(json.dumps({**about, "rows": rows}))
+    (tmp_path / "propose.json").write_text(json.dumps({**about, "rows": [{"batch": 1, "us": 300.0}]}))
     report.main([str(tmp_path)])
     assert "| op [1] | 2.0 | 50% | 3.0 (compile) | 1.5 |" in capsys.readouterr().out
     assert {path.name for path in tmp_path.glob("*.svg")} == {"op_speedup.svg", "op_roofline.svg"}

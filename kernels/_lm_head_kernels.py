@@ -94,7 +94,8 @@ def _half(blocks, NUM_BLOCKS_K: tl.constexpr):
 def _pieces(x, FOLD: tl.constexpr):
     """`[V, N]` as FOLD tensors `[V / FOLD, N]`.
 
-    What a thread holds of a tensor core's result is spread over them; `_piece_rows` says which rows they are.
+    What a thread holds of a tensor core's result is spread over them; `_piece_rows` says which rows they are, ascending
+    from piece to piece, so that of equal scores the lowest row comes first.
     """
     pieces = (x,)
     if FOLD == 4:
@@ -105,7 +106,7 @@ def _pieces(x, FOLD: tl.constexpr):
         a, b = tl.split(even)
         c, d = tl.split(odd)
         shape: tl.constexpr = (rows, columns)
-        pieces = (tl.reshape(a, shape), tl.reshape(b, shape), tl.reshape(c, shape), tl.reshape(d, shape))
+        pieces = (tl.reshape(a, shape), tl.reshape(c, shape), tl.reshape(b, shape), tl.reshape(d, shape))
     return pieces
 
 
@@ -114,7 +115,7 @@ def _piece_rows(piece: tl.constexpr, FOLD: tl.constexpr, BLOCK_V: tl.constexpr):
     """The rows of a tile in one of its pieces."""
     rows = tl.arange(0, BLOCK_V // FOLD)
     if FOLD == 4:
-        rows = piece % 2 * (BLOCK_V // 2) + rows // 8 * 16 + piece // 2 * 8 + rows % 8
+        rows = piece // 2 * (BLOCK_V // 2) + rows // 8 * 16 + piece % 2 * 8 + rows % 8
     return rows
 
 
@@ -344,8 +345,8 @@ def lm_head_config(num_rows: int, hidden_size: int, hidden_bytes: int, weight_by
     block_k = min(max(16, next_power_of_2(hidden_size)), widest)
     if arch[:2] == ("cuda", 90) and hidden_bytes == weight_bytes == 2 and num_rows > 32 and hidden_size > block_k:
         # Many rows wait for operands to come from L2 and from shared memory; larger tiles need fewer. H 1,024 (H200,
-        # 2026-11-30), against tiles of 64 × 64: 64 rows 138 to 146, at temperature 1 223 to 257; 128 rows in tiles of
-        # 64 214 to 270 and 398 to 500, in one of 128 9% and 11% less. That in 8 warps takes 785 at temperature 1.
+        # 2026-11-30; tiles of 64 × 64 in brackets): 64 rows 138 (146), at temperature 1 223 (257); 128 rows in tiles of
+        # 64 221 (270) and 398 (500), in one of 128 9% and 11% less. That in 8 warps takes 785 at temperature 1.
         block_n, num_warps = (64, 8) if num_rows <= 64 else (128, 16)
         return LmHeadConfig(block_n, 128, 64, 5, num_warps, 1, fold=4)
     # Tensor cores from one row on: a 16-wide tile costs nothing beside its weights, and one path means one rounding.

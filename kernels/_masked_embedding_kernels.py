@@ -354,7 +354,7 @@ def select_kernel(
     counts_ptr,  # [C + 1] i32, zeros, the last counts centroids; or None
     active_ptr,  # [≤ C + N * top_k / 16] i32, the centroid and, from bit 15 on, how many sixteens of members precede
     members_ptr,  # [C, N] i32
-    num_rows,
+    num_rows,  # below 2²⁰, for those bits
     num_centroids,
     top_k,
     BLOCK_C: tl.constexpr,
@@ -556,8 +556,8 @@ def masked_embedding_launch(
         # 8 / 16 rows 14.4 / 18.8; tiles of 16 in a warp 14.7 / 19.1, of 64 in 4 warps 15.2 / 19.6.
         tile = min(widest, 32)
         return MaskedEmbeddingLaunch(score_block, score_warps, "row", tile, tile // 16)
-    # 1 row 7.9, from a list 9.7; 4 rows 12.7 and 11.8. A warp of its own searches without barriers (4 warps: 12.3
-    # against 8.3 at one row) and holds up to 4,096 scores.
+    # 1 row 7.9, from a list 9.7; 4 rows 12.7 and, from a list in tiles of 16, 11.8. A warp of its own searches without
+    # barriers (4 warps: 12.3 against 8.3 at one row) and holds up to 4,096 scores.
     warps = max(1, next_power_of_2(num_centroids) // 4096)
     return MaskedEmbeddingLaunch(score_block, score_warps, "search", 16, warps)
 

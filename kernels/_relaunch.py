@@ -15,6 +15,7 @@ class Relaunch:
 
     What Triton compiles depends on the device, the types, which tensors are None or begin elsewhere than at a multiple
     of 16 bytes, the integers and the options. A call like an earlier one in all of that gets the kernel compiled then.
+    On AMD GPUs it also depends on how large the tensors' storages are, so there Triton is asked at every launch.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -29,7 +30,7 @@ class Relaunch:
         options: dict[str, Any],
     ) -> None:
         """Launch it on the current stream; `options` has the constants by name, `num_warps` and the like."""
-        addresses = 0
+        addresses, on_gpu = 0, False
         types: list[torch.dtype | None] = []
         for tensor in tensors:
             if tensor is None:
@@ -37,10 +38,11 @@ class Relaunch:
             else:
                 types.append(tensor.dtype)
                 addresses |= tensor.data_ptr()
-        if addresses % 16:  # of one of them, and which is not looked for
+                on_gpu = tensor.is_cuda
+        if addresses % 16 or torch.version.hip:
             self.kernel[grid](*tensors, *integers, **options)
             return
-        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        device = torch.cuda.current_device() if on_gpu else None
         alike = (device, integers, *types, *options.values())
         known = self._compiled.get(alike)
         if known is None:

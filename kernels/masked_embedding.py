@@ -278,7 +278,9 @@ def _check(
     num_centroids, vocab_size = centroids.shape[0], weight.shape[0]
     integers = (torch.int64, torch.int32)
     check_tensor("token_ordering", token_ordering, shape=(vocab_size,), dtype=integers, device=device)
-    if not 1 <= num_centroids < 2**15:  # the kernels count them in 16 bits
+    if hidden.shape[0] >= 2**20:  # the kernels pack a sixteenth of their number with a centroid's into 31 bits
+        raise ValueError(f"hidden: got {hidden.shape[0]} rows, needs fewer than {2**20}")
+    if not 1 <= num_centroids < 2**15:  # the kernels count them in 16 bits and pack them into 15
         raise ValueError(f"centroids: got {num_centroids} rows, needs 1 to {2**15 - 1}")
     if vocab_size == 0 or vocab_size % num_centroids:
         raise ValueError(f"weight: got {vocab_size} rows, needs a multiple of the {num_centroids} centroids")
@@ -306,11 +308,13 @@ def masked_embedding_sample(
 
     Args:
         hidden: `[N, H]` float32, bfloat16 or float16: the drafter's last hidden states.
-        centroids: `[C, H]`, same dtype (`masked_embedding.centroids.weight`).
+        centroids: `[C, H]`, same dtype (`masked_embedding.centroids.weight`); read early: no kernel that lets others
+            start before it ends may write it right before.
         token_ordering: `[V]` int64 or int32, a permutation of the vocabulary (`masked_embedding.token_ordering`).
         weight: `[V, H]`, same dtype (`model.embed_tokens.weight`).
         top_k: centroids a row reads.
-        idx_mapping: `[N]` int64 or int32, the request slot of each row; −1: padding, nothing is written.
+        idx_mapping: `[N]` int64 or int32, the request slot of each row; −1: padding, for which nothing is written,
+            though its hidden state and position may be read.
         temperature: `[S]` float32 of each request slot; 0 is greedy.
         seeds: `[S]` int64 of each request slot.
         positions: `[N]` int64 or int32, the position before the token being sampled.

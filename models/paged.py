@@ -57,7 +57,7 @@ class AttentionBatch:
         block_tables: for each group, int32 [R, M].
         slot_mappings: for each group, int64 [T], where a token's key is written, −1 for nowhere; None: no writes.
         max_query_len: no request has more tokens in this pass.
-        attention: what draft layers attend with, called as `paged_attention` is.
+        attention: what draft layers attend with, called as `paged_attention` is, `metadata_ready` included.
     """
 
     query_start_loc: Tensor

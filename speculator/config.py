@@ -32,7 +32,8 @@ class SpeculatorConfig:
         draft_sampling: "probabilistic" samples drafts at their request's temperature and keeps the draft logits for
             verification; "greedy" always takes the likeliest and keeps nothing. Both leave the target's distribution
             as it is.
-        attention: what draft layers attend with, a function with the signature of `paged_attention`; None: that one.
+        attention: what draft layers attend with, a function with the signature of `paged_attention`; None: that one. It
+            may ignore `metadata_ready`.
         cudagraph_mode: what `capture` records. PIECEWISE is for an `attention` that cannot be captured.
         cudagraph_num_steps: draft lengths that get graphs of their own; empty for K alone. `propose` of another
             length replays the next longer one.

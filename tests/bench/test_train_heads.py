@@ -50,7 +50,8 @@ def trained(tmp_path_factory):
 def test_the_record_says_what_was_done(trained):
     record = json.loads((trained.out / "training.json").read_text())
     assert record["texts"] == 192
-    assert torch.__version__.startswith(record["versions"]["torch"])  # a build's metadata may leave its "+cu130" out
+    release, *_ = record["versions"]["torch"].split("+")  # a build's metadata may leave its "+cu130" out
+    assert release == torch.__version__.split("+")[0]
     assert 0.5 < record["draft_vocabulary_share"] < 1
     for method in METHODS:
         facts = record[method]

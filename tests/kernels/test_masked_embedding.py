@@ -272,6 +272,25 @@ def test_a_row_does_not_depend_on_its_batch(impl, order, device):
         assert impl == "eager" or torch.equal(masked_embedding_logits(*part, 4, impl=impl)[0], logits[n])
 
 
+@pytest.mark.parametrize(("num_rows", "num_centroids", "top_k"), [(40, 4, 2), (2, 2**15 - 1, 2)])
+def test_many_rows_of_a_centroid_and_many_centroids(num_rows, num_centroids, top_k, impl, order, device):
+    """More members than a product has rows, rows of padding among them, and as many centroids as there may be."""
+    vocab_size = 8 * num_centroids if num_centroids < 100 else num_centroids
+    tensors = model(device, num_rows, 16, num_centroids, vocab_size)
+    rows = rows_of(device, num_rows)
+    rows["temperature"][::2] = 0.7
+    rows["idx_mapping"][5::11] = -1  # of the first case
+    tokens = torch.full((num_rows,), -7, device=device)
+    masked_embedding_sample(*tensors, top_k, **rows, out=tokens, impl=impl)
+    logits = exact_logits(*tensors, top_k)
+    ids = torch.arange(vocab_size, device=device)
+    for row, slot in enumerate(rows["idx_mapping"].tolist()):
+        scores = logits[row]
+        if rows["temperature"][slot] > 0:
+            scores = scores / 0.7 + gumbel(rows["seeds"][slot], rows["positions"][row], ids, DRAFT)
+        assert tokens[row] == (scores.argmax() if slot >= 0 else -7)
+
+
 def test_samples_follow_the_softmax(impl, device):
     """Chi-square of draws at one row's logits, one seed each."""
     draws = 30 if INTERPRET and impl == "triton" else 20000
@@ -309,6 +328,8 @@ def test_refusals_name_the_argument():
         masked_embedding_sample(
             hidden, centroids, token_ordering, weight, 2, **(rows | {"positions": rows["positions"][:1]})
         )
+    with pytest.raises(ValueError, match="hidden: got 1048576 rows"):
+        masked_embedding_logits(hidden[:1].expand(2**20, -1), centroids, token_ordering, weight, 2)
     with pytest.raises(TypeError, match="suppress_ids: got int32"):
         masked_embedding_logits(hidden, centroids, token_ordering, weight, 2, suppress_ids=torch.zeros(1).int())
 

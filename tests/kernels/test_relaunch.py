@@ -54,12 +54,12 @@ def test_what_is_alike_is_launched_again():
     [
         ((torch.zeros(8), torch.zeros(8)), 8, OPTIONS),
         ((torch.zeros(8).half(), None), 8, OPTIONS),
-        ((None, torch.zeros(8)), 8, OPTIONS),
+        ((torch.zeros(8, dtype=torch.int32), None), 8, OPTIONS),
         ((torch.zeros(8), None), 1, OPTIONS),
         ((torch.zeros(8), None), 8, OPTIONS | {"BLOCK": 32}),
         ((torch.zeros(8), None), 8, OPTIONS | {"num_warps": 2}),
     ],
-    ids=["another is given", "type", "the other is None", "integer", "constant", "warps"],
+    ids=["another is given", "type", "another type", "integer", "constant", "warps"],
 )
 def test_what_differs_is_compiled(tensors, size, options):
     kernel = FakeKernel()

@@ -539,9 +539,7 @@ def dot_columns(hidden_size: int, element_size: int, row_bytes: int) -> int:
     return max(16, min(next_power_of_2(hidden_size), row_bytes // element_size))
 
 
-def masked_embedding_launch(
-    num_rows: int, num_centroids: int, vocab_size: int, top_k: int, arch: Arch
-) -> MaskedEmbeddingLaunch:
+def masked_embedding_launch(num_rows: int, num_centroids: int, vocab_size: int, top_k: int) -> MaskedEmbeddingLaunch:
     """Launch settings; none of them reaches the order in which a product is summed."""
     widest = max(16, next_power_of_2(vocab_size // num_centroids))
     # Times in µs on an H200 (2026-11-30), 2,048 centroids of 128 tokens, bf16, hidden 256. Scores alone of 128 rows, 64

@@ -90,8 +90,7 @@ def masked_embedding_sample_reference(
 
 
 def _ladder(hidden: Tensor, centroids: Tensor, weight: Tensor, top_k: int) -> MaskedEmbeddingLaunch:
-    arch = arch_of(hidden.device)
-    return masked_embedding_launch(hidden.shape[0], centroids.shape[0], weight.shape[0], top_k, arch)
+    return masked_embedding_launch(hidden.shape[0], centroids.shape[0], weight.shape[0], top_k)
 
 
 def _launch_scores(

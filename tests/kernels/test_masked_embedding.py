@@ -367,11 +367,11 @@ def test_compiles_into_a_full_graph(device, monkeypatch):
 def test_launch_ladder():
     for _, arch in TARGETS.values():
         for num_rows in (1, 2, 8, 9, 32, 33, 128, 1024):
-            launch = masked_embedding_launch(num_rows, 2048, 262144, 32, arch)
+            launch = masked_embedding_launch(num_rows, 2048, 262144, 32)
             assert launch.order == ("centroid" if num_rows > 16 else "row" if num_rows > 2 else "search")
             for hidden_size, element_size in itertools.product((16, 256, 1024, 4096), (2, 4)):
                 assert launch.shared_memory(hidden_size, element_size) <= arch.shared_memory
-        assert masked_embedding_launch(4, 16, 64, 4, arch).tile == 16  # the smallest of a dot
+        assert masked_embedding_launch(4, 16, 64, 4).tile == 16  # the smallest of a dot
 
 
 @pytest.mark.compiled

@@ -4,6 +4,7 @@ Assistants of the released sizes with random weights, over random keys and value
 order. Every provider starts each call from a cold L2, as it is after a pass of the target. Providers:
 
 - tridraft: the captured speculator, staging included
+- fp8: the same with `lm_head_dtype="fp8"`, where the head is a dense one
 - uncaptured: the same launches without a graph
 - compile: plain PyTorch over dense keys and values (`_dense.py`), all steps in one function, by
   `torch.compile(mode="reduce-overhead")`; compiled anew for every shape, so only where `COMPILED` says
@@ -48,7 +49,7 @@ STEPS = 4
 ASSISTANTS = ("E2B", "12B")
 BATCHES = (1, 8, 32, 128)
 CONTEXTS = (1024, 8192, 32768)
-PROVIDERS = ("tridraft", "uncaptured", "compile", "transformers")
+PROVIDERS = ("tridraft", "fp8", "uncaptured", "compile", "transformers")
 COMPILED = {(1, 8192), (32, 8192)}
 FLUSHES = 4
 """Of 1 GiB each, about 1 ms in all: longer than the host takes to enqueue a replay, which would show otherwise."""
@@ -205,17 +206,18 @@ class Shape:
         self.name, self.model, self.target, self.batch, self.context = name, model, target, batch, context
         self.kv = random_cache(target, batch, context)
         self.arguments = target_pass(target, batch, context, STEPS + 1, batch)
-        self.captured = self.speculator(CUDAGraphMode.FULL)
-        self.captured.decode_graphs.buckets = [Bucket(batch, batch, 1, steps) for steps in (STEPS, 1)]
-        self.captured.capture()
+        self.captured = self.speculator()
 
-    def speculator(self, mode: CUDAGraphMode) -> Gemma4Speculator:
+    def speculator(self, mode: CUDAGraphMode = CUDAGraphMode.FULL, **options: Any) -> Gemma4Speculator:
         config = SpeculatorConfig(
-            "gemma4_mtp", self.model, STEPS, self.batch, self.kv.max_model_len, cudagraph_mode=mode
+            "gemma4_mtp", self.model, STEPS, self.batch, self.kv.max_model_len, cudagraph_mode=mode, **options
         )
         speculator = Gemma4Speculator(config)
         speculator.load_model(self.target)
         speculator.set_kv_cache(self.kv)
+        if mode is CUDAGraphMode.FULL:
+            speculator.decode_graphs.buckets = [Bucket(self.batch, self.batch, 1, steps) for steps in (STEPS, 1)]
+            speculator.capture()
         return speculator
 
     def propose(self, steps: int = STEPS) -> Tensor:
@@ -227,6 +229,10 @@ class Shape:
 
     def tridraft(self) -> Callable[[], Any]:
         return self.propose
+
+    def fp8(self) -> Callable[[], Any]:
+        speculator = self.speculator(lm_head_dtype="fp8")
+        return lambda: speculator.propose(*self.arguments)
 
     def uncaptured(self) -> Callable[[], Any]:
         speculator = self.speculator(CUDAGraphMode.NONE)
@@ -254,6 +260,8 @@ class Shape:
         """Why the provider has no row here; empty if it has."""
         if provider == "transformers" and self.batch > 1:
             return "drafts for one request at a time"
+        if provider == "fp8" and self.model.masked_embedding is not None:
+            return "a centroid head is not rounded"
         if provider == "compile" and (self.batch, self.context) not in COMPILED:
             return "not compiled for this shape"
         return ""

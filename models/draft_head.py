@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from tridraft.models.fp8_head import FP8Head
 from tridraft.models.layers import Linear, add_optional_parts, merged_parts
 from tridraft.models.paged import KVSpec
 from tridraft.models.vocab_parallel import sample_of_ranks, shard_rows
@@ -267,6 +268,10 @@ class DraftHead(nn.Module):
         self.lm_head_weight, self.d2t = shard_rows(self._head_weight(), self.d2t, group)
         self._shards = group
 
+    def fp8_head(self) -> FP8Head:
+        """A rounded copy of the LM head for `sample`, of this rank's rows."""
+        return FP8Head.of(self._head_weight())
+
     def embed(self, input_ids: Tensor) -> Tensor:
         """The embeddings [T, H] of input_ids [T] int64, scaled as the target scales its own."""
         if self.embed_weight is None:
@@ -299,6 +304,7 @@ class DraftHead(nn.Module):
         seeds: Tensor,
         positions: Tensor,
         *,
+        fp8_head: FP8Head | None = None,
         draft_logits_out: Tensor | None = None,
         draft_step: Tensor | None = None,
         out: Tensor | None = None,
@@ -311,6 +317,7 @@ class DraftHead(nn.Module):
             temperature: [S] f32 by slot, 0 for greedy.
             seeds: [S] int64 by slot.
             positions: [R] int64, the position before the token being sampled.
+            fp8_head: of `fp8_head()`, to be scored in the LM head's place.
             draft_logits_out: [S, K, ≥ V], the logits that the token is drawn from, by target id, −inf outside the
                 draft vocabulary.
             draft_step: 0-d, the K index in it.
@@ -319,11 +326,12 @@ class DraftHead(nn.Module):
         return sample_of_ranks(
             self._shards,
             self.head_input(head_hidden),
-            self._head_weight(),
+            self._head_weight() if fp8_head is None else fp8_head.weight,
             idx_mapping,
             temperature,
             seeds,
             positions,
+            weight_scale=None if fp8_head is None else fp8_head.scale,
             suppress_ids=self.suppress_ids,
             d2t=self.d2t,
             draft_logits_out=draft_logits_out,

@@ -32,6 +32,7 @@ from tridraft.kernels.kv_cache import qk_norm_rope
 from tridraft.kernels.masked_embedding import masked_embedding_logits, masked_embedding_sample
 from tridraft.kernels.sampling import draft_sample
 from tridraft.kernels.suppress import make_suppress_ids, suppress_tokens_
+from tridraft.models.fp8_head import FP8Head
 from tridraft.models.layers import ACTIVATIONS, Activation, GatedMLP, Joint, Linear, RMSNorm, RotaryFrequencies
 from tridraft.models.paged import AttentionBatch, KVSpec, LayerKV
 from tridraft.models.vocab_parallel import sample_of_ranks, shard_rows
@@ -481,6 +482,16 @@ class Gemma4MTP(nn.Module):
         head.weight = nn.Parameter(weight, requires_grad=False)
         self._shards = group
 
+    def fp8_head(self) -> FP8Head:
+        """A rounded copy of the head for `sample`, of this rank's rows.
+
+        Raises:
+            ValueError: a centroid head, of whose rows a step reads few.
+        """
+        if self.masked_embedding is not None:
+            raise ValueError("lm_head_dtype: got 'fp8', needs 'auto' with a centroid head")
+        return FP8Head.of(self.model.embed_tokens.weight.detach())
+
     def forward(
         self,
         input_ids: Tensor,
@@ -536,6 +547,7 @@ class Gemma4MTP(nn.Module):
         seeds: Tensor,
         positions: Tensor,
         *,
+        fp8_head: FP8Head | None = None,
         draft_logits_out: Tensor | None = None,
         draft_step: Tensor | None = None,
         out: Tensor | None = None,
@@ -548,6 +560,7 @@ class Gemma4MTP(nn.Module):
             temperature: [S] f32 by slot, 0 for greedy.
             seeds: [S] int64 by slot.
             positions: [R] int64, the position before the token being sampled, not the rotary one.
+            fp8_head: of `fp8_head()`, to be scored in the dense head's place.
             draft_logits_out: [S, K, ≥ V], where the logits go that the token is drawn from.
             draft_step: 0-d, the K index in it.
             out: [R] int64.
@@ -558,8 +571,9 @@ class Gemma4MTP(nn.Module):
             return sample_of_ranks(
                 self._shards,
                 draft_hidden,
-                head.weight,
+                head.weight if fp8_head is None else fp8_head.weight,
                 *request,
+                weight_scale=None if fp8_head is None else fp8_head.scale,
                 suppress_ids=self.suppress_ids,
                 d2t=self._d2t,
                 draft_logits_out=draft_logits_out,

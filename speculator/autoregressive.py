@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from tridraft.kernels._op import check_tensor
+from tridraft.kernels._op import arch_of, check_tensor
 from tridraft.kernels.attention import paged_attention
 from tridraft.kernels.draft_inputs import (
     compute_slot_mapping,
@@ -131,6 +131,7 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
             sampling.temperature,
             sampling.seeds,
             positions,
+            fp8_head=self.fp8_head,
             draft_logits_out=self.draft_logits,
             draft_step=None if self.draft_logits is None else self.steps[step],
             out=self.drafts[step, : idx_mapping.shape[0]],
@@ -141,6 +142,12 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         config, dtype = self.config, target.dtype
         if config.tensor_parallel_group is not None:
             self.model.shard_vocabulary(config.tensor_parallel_group)
+        self.fp8_head = None
+        if config.lm_head_dtype == "fp8":
+            arch = arch_of(target.device)
+            if arch.backend == "cuda" and arch.capability < 89:
+                raise ValueError(f"lm_head_dtype: got 'fp8' on sm_{arch.capability}, needs sm_89 or later")
+            self.fp8_head = self.model.fp8_head()
         if self.writes_draft_kv:
             self.kv_specs, self.aux_layers = self.model.kv_specs, self.model.aux_layers
             self.max_num_batched_tokens = config.max_num_batched_tokens

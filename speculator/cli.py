@@ -137,7 +137,7 @@ def _generate(arguments: argparse.Namespace, stdout: TextIO) -> None:
         )
         for prompt in prompts
     ]
-    decoder = _decoder(target, requests, method, draft, arguments.num_speculative_tokens)
+    decoder = _decoder(target, requests, method, draft, arguments.num_speculative_tokens, arguments.lm_head_dtype)
     if arguments.output == "json":
         completions = _complete(decoder, requests)
         result = {"requests": [_as_json(one, tokenizer) for one in completions], "stats": _stats(decoder.stats)}
@@ -378,6 +378,7 @@ def _decoder(
     method: Any = None,
     draft: Path | None = None,
     num_speculative_tokens: int = 0,
+    lm_head_dtype: Any = "auto",
 ) -> "SpeculativeDecoder":
     """A decoder with room for these requests; without a draft it decodes plainly."""
     from tridraft.speculator.config import SpeculatorConfig  # noqa: PLC0415
@@ -398,6 +399,7 @@ def _decoder(
             max_model_len=max_model_len,
             max_num_batched_tokens=max_num_batched_tokens,
             draft_sampling="probabilistic" if requests[0].temperature else "greedy",
+            lm_head_dtype=lm_head_dtype,
         )
         with _checkpoint_errors(draft):
             speculator = init_speculator(config)

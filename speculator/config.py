@@ -32,6 +32,9 @@ class SpeculatorConfig:
         draft_sampling: "probabilistic" samples drafts at their request's temperature and keeps the draft logits for
             verification; "greedy" always takes the likeliest and keeps nothing. Both leave the target's distribution
             as it is.
+        lm_head_dtype: "fp8" drafts with a copy of the LM head rounded to float8_e4m3fn with a scale a row, whose bytes
+            are most of what a draft step with a dense head reads. It moves which drafts are accepted, not the target's
+            text. "auto" scores the head as it is, as a centroid head always is.
         attention: what draft layers attend with, a function with the signature of `paged_attention`; None: that one. It
             may ignore `metadata_ready`.
         cudagraph_mode: what `capture` records. PIECEWISE is for an `attention` that cannot be captured.
@@ -53,6 +56,7 @@ class SpeculatorConfig:
     max_num_batched_tokens: int = 2048
     draft_position: Literal["bonus", "last_computed"] = "bonus"
     draft_sampling: Literal["greedy", "probabilistic"] = "greedy"
+    lm_head_dtype: Literal["auto", "fp8"] = "auto"
     attention: Callable[..., Tensor] | None = None
     cudagraph_mode: CUDAGraphMode = CUDAGraphMode.FULL
     cudagraph_num_steps: tuple[int, ...] = ()
@@ -64,6 +68,7 @@ class SpeculatorConfig:
             ("method", self.method, METHODS),
             ("draft_position", self.draft_position, ("bonus", "last_computed")),
             ("draft_sampling", self.draft_sampling, ("greedy", "probabilistic")),
+            ("lm_head_dtype", self.lm_head_dtype, ("auto", "fp8")),
             ("cudagraph_mode", self.cudagraph_mode, tuple(CUDAGraphMode)),
         ):
             if value not in allowed:

@@ -121,10 +121,10 @@ class Directed(BaseSpeculator):
         return torch.tensor(out, device=hidden.device)
 
 
-def decode(pair: Pair, accept: Callable[[int], int] | None, prompts=PROMPTS, steps=STEPS, graphs=None, **options):
+def decode(pair: Pair, accept: Callable[[int], int] | None, prompts=PROMPTS, steps=STEPS, drafting=None, **options):
     """Greedy completions of the prompts, checked, and the rounds of the drafter under `Directed` (`accept` given)."""
     sizes = {"max_num_reqs": 4, "max_model_len": 128, "max_num_batched_tokens": 64, **options}
-    inner = pair.speculator(steps, **sizes, **(graphs or {}))
+    inner = pair.speculator(steps, **sizes, **(drafting or {}))
     outputs = [pair.greedy(ids, NEW + steps) for ids in prompts]
     speculator = inner
     if accept is not None:

@@ -286,6 +286,19 @@ def test_sample_equals_the_logits_argmax(variant, device):
     assert (kept[:, [0, 1, 3]] == 7).all()
 
 
+def test_an_fp8_head_is_the_dense_one_with_rounded_rows(device):
+    draft = Committed("plain", device, suppress_tokens=[3, 77]).draft
+    head = draft.fp8_head()
+    states, slots = torch.randn(64, draft.hidden_size, device=device), torch.arange(64, device=device)
+    tokens = draft.sample(states, slots, torch.zeros(64, device=device), slots, slots, fp8_head=head)
+    logits = states.double() @ (head.weight.double() * head.scale.double()[:, None]).T
+    logits[:, [3, 77]] = -torch.inf
+    assert torch.equal(tokens, logits.argmax(-1))
+    assert not torch.equal(tokens, draft.compute_logits(states).argmax(-1))
+    with pytest.raises(ValueError, match="lm_head_dtype: got 'fp8', needs 'auto' with a centroid head"):
+        Committed("ordered", device).draft.fp8_head()
+
+
 @pytest.mark.parametrize("variant", ["plain", "ordered"])
 def test_suppressed_tokens_are_never_drafted_in_either_head(variant, device):
     free = Committed(variant, device)

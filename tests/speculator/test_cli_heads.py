@@ -94,6 +94,16 @@ def test_heads_draft_for_the_text_of_transformers(
     assert speculators == [used]
 
 
+def test_an_fp8_head_drafts_for_the_same_text(capsys, device, llama, directories, monkeypatch):
+    from tridraft.models.fp8_head import FP8Head
+
+    heads, of = [], FP8Head.of
+    monkeypatch.setattr(FP8Head, "of", lambda weight: heads.append(of(weight)) or heads[-1])
+    status, out, err = generate(capsys, device, directories["target"], directories["eagle3"], "--lm-head-dtype", "fp8")
+    assert (status, err, len(heads)) == (0, "", 1)
+    assert json.loads(out)["requests"][0]["output_ids"] == greedy(llama, IDS, NEW)
+
+
 def test_many_long_drafts_fit_into_a_pass(capsys, device, llama, directories):
     """32 requests of 65 verify tokens are more than the usual 2048 tokens of a pass."""
     others = [argument for _ in range(31) for argument in ("--prompt-ids", ",".join(map(str, IDS)))]

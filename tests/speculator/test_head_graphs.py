@@ -33,8 +33,8 @@ def test_replays_equal_eager_rounds(pair, mode):
     graphs = {"cudagraph_mode": mode}
     if mode is CUDAGraphMode.PIECEWISE:
         graphs["attention"] = waiting_attention
-    _, eager = decode(pair, right.__getitem__, graphs={"cudagraph_mode": CUDAGraphMode.NONE}, **sizes)
-    _, replayed = decode(pair, right.__getitem__, graphs=graphs, **sizes)
+    _, eager = decode(pair, right.__getitem__, drafting={"cudagraph_mode": CUDAGraphMode.NONE}, **sizes)
+    _, replayed = decode(pair, right.__getitem__, drafting=graphs, **sizes)
     assert replayed.rounds == eager.rounds
     managers = ("mixed_graphs", "verify_graphs", "decode_graphs")
     captured = {name: len(getattr(replayed.inner, name).memory) for name in managers}
@@ -114,10 +114,11 @@ def test_draft_lengths_and_smaller_batches(pair):
         assert drafts == [expected[0][:count]]
 
 
+@pytest.mark.parametrize("lm_head_dtype", ["auto", "fp8"])
 @pytest.mark.parametrize("sequences", [SHORT, PROMPTS], ids=["verify", "prompts"])
-def test_sampled_drafts_are_the_eager_ones(pair, sequences):
+def test_sampled_drafts_are_the_eager_ones(pair, sequences, lm_head_dtype):
     """One graph, and two of which the second samples at positions that the first left."""
-    speculator = pair.speculator(draft_sampling="probabilistic")
+    speculator = pair.speculator(draft_sampling="probabilistic", lm_head_dtype=lm_head_dtype)
     _, (batch, verify, _, hidden) = one_pass(pair, speculator, sequences)
     temperature = torch.tensor([0.8, 1.5, 0.0, 0.0], device=hidden.device)
     sampling = SamplingState(temperature, torch.arange(4, device=hidden.device))

@@ -36,6 +36,21 @@ def test_every_rounds_drafts_are_those_of_a_full_recompute(pair, budget):
         assert drafted == pair.drafts(sequence, STEPS)
 
 
+def test_an_fp8_heads_drafts_are_those_of_its_rounded_rows(pair):
+    """Not all of them are the head's own; the text stays the target's."""
+    own = pair.tensors.get("lm_head.weight")
+    weight = pair.reference.get_output_embeddings().weight.detach() if own is None else own
+    scale = weight.abs().amax(1, keepdim=True) / 448
+    rounded = (weight / scale).to(torch.float8_e4m3fn).float() * scale
+    reference = replace(pair, tensors={**pair.tensors, "lm_head.weight": rounded})
+    _, directed = decode(pair, lambda length: length % (STEPS + 1), drafting={"lm_head_dtype": "fp8"})
+    moved = 0
+    for sequence, drafted in directed.rounds:
+        assert drafted == reference.drafts(sequence, STEPS)
+        moved += drafted != pair.drafts(sequence, STEPS)
+    assert 0 < moved < len(directed.rounds)
+
+
 def test_a_slot_and_its_blocks_are_used_again(pair):
     """Seven prompts through two slots: a request finds nothing of the one before it."""
     prompts = [ids[:length] for ids in PROMPTS for length in (3, 5)] + [PROMPTS[1]]

@@ -10,7 +10,8 @@ import triton.language as tl
 from tridraft.kernels._argmax import is_nan
 from tridraft.kernels._op import DEBUG
 from tridraft.kernels._pdl import pdl_wait
-from tridraft.kernels.random import MAX_GUMBEL, STRIP, gumbel_of_word, uniform_of_word, words_of_counter
+from tridraft.kernels._winner import order_key
+from tridraft.kernels.random import MAX_GUMBEL, STRIP, gumbel_of_word, words_of_counter
 
 GROUP = tl.constexpr(4 * STRIP.value)
 """Ids of four strips, which share their random words."""
@@ -18,13 +19,13 @@ GROUP = tl.constexpr(4 * STRIP.value)
 LANES = tl.constexpr(32)
 """Of the one warp that the ladder gives a program; with others the result is the same."""
 
-_LOG2E = tl.constexpr(1.4426950408889634)
-_LN2 = tl.constexpr(0.6931471805599453)
+_LOWEST = tl.constexpr(-3.4028234663852886e38)
+"""Below every score but −inf, which never wins."""
 
 
 @triton.jit
 def _any(flags):
-    return tl.max(flags.to(tl.int32)) > 0
+    return tl.max(flags.to(tl.int32), axis=0) > 0
 
 
 @triton.jit
@@ -37,20 +38,34 @@ def _zero_like(x):
 
 
 @triton.jit
-def _load_tile(row_ptr, lane, group, vocab_size):
-    """The four strips of a group as they are stored; NaN, which never wins, past the vocabulary."""
+def _load_tile(row_ptr, lane, group, last_group, vocab_size):
+    """The four strips of a group as they are stored; NaN, which never wins, past the vocabulary and the last group."""
     nan = float("nan")
     offs = lane + group * GROUP
-    ptrs = row_ptr + offs
-    if (group + 1) * GROUP <= vocab_size:  # masks would be a fifth of the greedy loop
-        x0, x1 = tl.load(ptrs), tl.load(ptrs + STRIP)
-        x2, x3 = tl.load(ptrs + 2 * STRIP), tl.load(ptrs + 3 * STRIP)
-    else:
-        x0 = tl.load(ptrs, mask=offs < vocab_size, other=nan)
-        x1 = tl.load(ptrs + STRIP, mask=offs + STRIP < vocab_size, other=nan)
-        x2 = tl.load(ptrs + 2 * STRIP, mask=offs + 2 * STRIP < vocab_size, other=nan)
-        x3 = tl.load(ptrs + 3 * STRIP, mask=offs + 3 * STRIP < vocab_size, other=nan)
+    limit = tl.where(group < last_group, vocab_size, 0)
+    x0 = tl.load(row_ptr + offs, mask=offs < limit, other=nan)
+    x1 = tl.load(row_ptr + offs + STRIP, mask=offs + STRIP < limit, other=nan)
+    x2 = tl.load(row_ptr + offs + 2 * STRIP, mask=offs + 2 * STRIP < limit, other=nan)
+    x3 = tl.load(row_ptr + offs + 3 * STRIP, mask=offs + 3 * STRIP < limit, other=nan)
     return x0, x1, x2, x3
+
+
+@triton.jit
+def _load_ids(row_ptr, ids, vocab_size):
+    """The logits of one id of each strip a lane; NaN past the vocabulary."""
+    nan = float("nan")
+    x0 = tl.load(row_ptr + ids, mask=ids < vocab_size, other=nan)
+    x1 = tl.load(row_ptr + ids + STRIP, mask=ids + STRIP < vocab_size, other=nan)
+    x2 = tl.load(row_ptr + ids + 2 * STRIP, mask=ids + 2 * STRIP < vocab_size, other=nan)
+    x3 = tl.load(row_ptr + ids + 3 * STRIP, mask=ids + 3 * STRIP < vocab_size, other=nan)
+    return x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
+
+
+@triton.jit
+def _take(score, ids, best, best_id):
+    """The better of each lane's best score and another; of equal ones the lower id."""
+    take = (score > best) | ((score == best) & (ids < best_id))
+    return tl.where(take, score, best), tl.where(take, ids, best_id)
 
 
 @triton.jit
@@ -90,20 +105,6 @@ def _store_suppressed(out_ptr, first_group, last_group, column, suppress_ptr, nu
 
 
 @triton.jit
-def _take(x, offs, best, best_id):
-    """The better of each lane's score and `x`; of equal ones the first, which has the lower id."""
-    take = x > best
-    return tl.where(take, x, best), tl.where(take, offs, best_id)
-
-
-@triton.jit
-def _best_of_lane(scores, ids, otherwise):
-    """Each lane's best score and its lowest id."""
-    best = tl.max(scores, axis=1)
-    return best, tl.min(tl.where(scores == best[:, None], ids, otherwise), axis=1)
-
-
-@triton.jit
 def _lowest_equal(x0, x1, x2, x3, value, offs, otherwise):
     """The lowest id of each lane whose logit is `value`."""
     lowest = tl.where(x3 == value, offs + 3 * STRIP, otherwise)
@@ -113,14 +114,14 @@ def _lowest_equal(x0, x1, x2, x3, value, offs, otherwise):
 
 
 @triton.jit
-def least_score(x, word, inverse):
-    """At most the score of x, and nearly that for a small u: −log(1 − u) ≤ u / (1 − u).
+def most_score(x, word, inverse):
+    """At least the score of x, within rounding, and at most 0.06 more for a small u: −log(−log(1 − u)) < −log u.
 
-    The bits of a float are its binary logarithm, at most 0.0861 too small.
+    The bits of a float are its binary logarithm, at most 0.0861 too small; those of 1 are 127 · 2²³.
     """
-    bits = uniform_of_word(word).to(tl.int32, bitcast=True)
-    complement = uniform_of_word(~word).to(tl.int32, bitcast=True)
-    return x * inverse + ((complement - bits).to(tl.float32) * 2.0**-23 - 0.0861) * _LN2
+    bits = (word.to(tl.float32) + 0.5).to(tl.int32, bitcast=True)
+    noise = tl.fma(bits.to(tl.float32), -8.262958294867817e-08, 110.21040141088987)  # (32 + 127 − bits / 2²³) ln 2
+    return tl.fma(x, inverse, noise)
 
 
 @triton.jit
@@ -131,20 +132,160 @@ def slack_below(score):
 
 
 @triton.jit
-def may_win(x, word, inverse, bar):
-    """True wherever the noise of `word` may lift the score of x to the bar.
+def _key(score, index, COUNT: tl.constexpr):
+    """An integer that orders as the score does but for its last bits, which hold the index: no two are equal."""
+    return (order_key(tl.maximum(score, float("-inf"))) & -COUNT) | index
 
-    gumbel(u) < −log u, so u may not exceed exp(score − bar). The word's upper 23 bits, as the mantissa of a float in
-    [1, 2), are 1 + u rounded down.
-    """
-    rounded = ((word >> 9) | 0x3F800000).to(tl.float32, bitcast=True)
-    return rounded <= 1.0 + tl.exp2((x * inverse - bar) * _LOG2E)
+
+@triton.jit
+def _below(keys, key):
+    """`keys` that are below `key`."""
+    return tl.where(keys < key, keys, -(2**31))
+
+
+@triton.jit
+def _maximum(values):
+    """The largest of a warp's floats: a reduction of integers is one instruction."""
+    key = tl.max(order_key(tl.maximum(values, float("-inf"))), axis=0)
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _pick(strip, a0, a1, a2, a3):
     """One of four strips by its number."""
     return tl.where(strip < 2, tl.where(strip == 0, a0, a1), tl.where(strip == 2, a2, a3))
+
+
+@triton.jit
+def _look(
+    row_ptr,
+    ids,
+    group,
+    seed,
+    position,
+    inverse,
+    best,
+    best_id,
+    bar,
+    suppress_ptr,
+    num_suppressed,
+    vocab_size,
+    AGAIN: tl.constexpr,
+    STREAM: tl.constexpr,
+):
+    """The bests and the bar after a lane's four ids of one counter, of which the first is given."""
+    x0, x1, x2, x3 = _load_ids(row_ptr, ids, vocab_size)
+    if AGAIN:
+        x0, x1, x2, x3 = _drop_suppressed(x0, x1, x2, x3, ids, group, suppress_ptr, num_suppressed)
+    w0, w1, w2, w3 = words_of_counter(seed, position, ids - group * (GROUP - STRIP), STREAM)
+    k0, k1 = _key(most_score(x0, w0, inverse), 0, 4), _key(most_score(x1, w1, inverse), 1, 4)
+    k2, k3 = _key(most_score(x2, w2, inverse), 2, 4), _key(most_score(x3, w3, inverse), 3, 4)
+    key = tl.maximum(tl.maximum(k0, k1), tl.maximum(k2, k3))
+    while tl.max(key, axis=0) >= (order_key(bar) & -4):
+        strip = key & 3
+        x, word = _pick(strip, x0, x1, x2, x3), _pick(strip, w0, w1, w2, w3)
+        best, best_id = _take(x * inverse + gumbel_of_word(word), ids + strip * STRIP, best, best_id)
+        bar = tl.maximum(bar, slack_below(_maximum(best)))
+        key = tl.maximum(
+            tl.maximum(_below(k0, key), _below(k1, key)), tl.maximum(_below(k2, key), _below(k3, key))
+        )
+    return best, best_id, bar
+
+
+@triton.jit
+def _scan(
+    r0,
+    r1,
+    r2,
+    r3,
+    row_ptr,
+    first_ids,
+    lane,
+    first_group,
+    last_group,
+    temperature,
+    inverse,
+    seed,
+    position,
+    suppress_ptr,
+    num_suppressed,
+    out_ptr,
+    vocab_size,
+    AGAIN: tl.constexpr,
+    STREAM: tl.constexpr,
+):
+    """(best score, its lowest id) of a program's groups, of which the first is loaded.
+
+    Only if AGAIN, suppressed ids are left out, and the score is NaN where there is nothing but NaN.
+    """
+    EACH: tl.constexpr = lane.shape[1]
+    # Each lane keeps a best score of its own: one reduction for the program instead of one for each tile.
+    best = tl.full((LANES,), float("-inf"), tl.float32)
+    best_id = tl.zeros((LANES,), tl.int32)
+    seen = tl.full((LANES,), float("nan"), tl.float32)
+    bar = _LOWEST
+    for group in range(first_group, last_group):
+        offs = lane + group * GROUP
+        x0, x1, x2, x3 = r0.to(tl.float32), r1.to(tl.float32), r2.to(tl.float32), r3.to(tl.float32)
+        if AGAIN:
+            x0, x1, x2, x3 = _drop_suppressed(x0, x1, x2, x3, offs, group, suppress_ptr, num_suppressed)
+        if out_ptr is not None:
+            _store_strip(out_ptr, offs, x0, vocab_size)
+            _store_strip(out_ptr, offs + STRIP, x1, vocab_size)
+            _store_strip(out_ptr, offs + 2 * STRIP, x2, vocab_size)
+            _store_strip(out_ptr, offs + 3 * STRIP, x3, vocab_size)
+
+        top = tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3))
+        highest = tl.max(top, axis=1)
+        # Nothing below wants this tile: the next gets its registers.
+        r0, r1, r2, r3 = _load_tile(row_ptr, lane, group + 1, last_group, vocab_size)
+        if AGAIN:
+            seen = tl.maximum(seen, highest)
+        if temperature > 0:
+            if _any(highest * inverse + MAX_GUMBEL >= bar):
+                w0, w1, w2, w3 = words_of_counter(seed, position, lane + group * STRIP + _zero_like(top), STREAM)
+                # Ids of one counter are bounded together: by the best of their logits and the least of their words.
+                most = most_score(top, tl.minimum(tl.minimum(w0, w1), tl.minimum(w2, w3)), inverse)
+                if _any(tl.max(most, axis=1) > bar):
+                    keys = _key(most, tl.arange(0, EACH)[None, :], EACH)
+                    key = tl.max(keys, axis=1)
+                    while tl.max(key, axis=0) >= (order_key(bar) & -EACH):
+                        best, best_id, bar = _look(
+                            row_ptr,
+                            first_ids + (key & (EACH - 1)) + group * GROUP,
+                            group,
+                            seed,
+                            position,
+                            inverse,
+                            best,
+                            best_id,
+                            bar,
+                            suppress_ptr,
+                            num_suppressed,
+                            vocab_size,
+                            AGAIN,
+                            STREAM,
+                        )
+                        key = tl.max(_below(keys, key[:, None]), axis=1)
+        else:
+            better = highest > best
+            best = tl.where(better, highest, best)
+            best_id = tl.where(better, first_ids + group * GROUP, best_id)
+
+    value = _maximum(best)
+    token = tl.min(tl.where(best == value, best_id, vocab_size), axis=0)
+    if temperature <= 0:
+        # The greedy loop knows the group alone; one more look at it, in the cache, tells which of its ids.
+        group = token // GROUP
+        offs = lane + group * GROUP
+        r0, r1, r2, r3 = _load_tile(row_ptr, lane, group, last_group, vocab_size)
+        x0, x1, x2, x3 = r0.to(tl.float32), r1.to(tl.float32), r2.to(tl.float32), r3.to(tl.float32)
+        if AGAIN:
+            x0, x1, x2, x3 = _drop_suppressed(x0, x1, x2, x3, offs, group, suppress_ptr, num_suppressed)
+        token = tl.min(tl.min(_lowest_equal(x0, x1, x2, x3, value, offs, vocab_size), axis=1), axis=0)
+    if AGAIN:
+        value = tl.where(value > float("-inf"), value, tl.max(seen, axis=0))
+    return value, token
 
 
 @triton.jit(debug=DEBUG, do_not_specialize=["num_slots", "num_suppressed", "num_groups", "groups_per_program"])
@@ -185,93 +326,74 @@ def sample_kernel(
 
     # All that has a latency of its own is on its way before anything is known: at N = 1 it is most of the kernel.
     slot = tl.load(idx_mapping_ptr + row).to(tl.int64)
-    r0, r1, r2, r3 = _load_tile(row_ptr, lane, first_group, vocab_size)
+    r0, r1, r2, r3 = _load_tile(row_ptr, lane, first_group, last_group, vocab_size)
     position = tl.load(positions_ptr + row).to(tl.int64)
     if suppress_ptr is not None:
         index = tl.arange(0, 16)
         suppressed = tl.load(suppress_ptr + index, mask=index < num_suppressed, other=-1)
+    tl.debug_barrier()  # else the assembler moves loads to where they are needed
     if slot < 0:
         return
     tl.device_assert(slot < num_slots, "idx_mapping out of range")
     temperature = tl.load(temperature_ptr + slot)
     seed = tl.load(seeds_ptr + slot)
     inverse = tl.div_rn(tl.full((), 1.0, tl.float32), tl.where(temperature > 0, temperature, 1.0))
+    out_ptr = logits_out_ptr
     if logits_out_ptr is not None:
         step = tl.load(draft_step_ptr).to(tl.int64)
-        out_ptr = logits_out_ptr + slot * stride_os + step * stride_ok
+        out_ptr += slot * stride_os + step * stride_ok
 
+    value, token = _scan(
+        r0,
+        r1,
+        r2,
+        r3,
+        row_ptr,
+        first_ids,
+        lane,
+        first_group,
+        last_group,
+        temperature,
+        inverse,
+        seed,
+        position,
+        suppress_ptr,
+        num_suppressed,
+        out_ptr,
+        vocab_size,
+        False,
+        STREAM,
+    )
     # Whoever wins without a look at the suppressed ids wins with it, unless it is one of them, or nothing was there.
-    # Then a program starts again, and also learns whether all it saw was NaN.
-    value = float("nan")
-    token = 0
-    again = False
-    done = False
-    while not done:
-        # Each lane keeps a best score of its own: one reduction for the program instead of one for each tile.
-        best = tl.full((LANES,), float("-inf"), tl.float32)
-        best_id = tl.zeros((LANES,), tl.int32)
-        seen = tl.full((LANES,), float("nan"), tl.float32)
-        bar = float("-inf")
-        for group in range(first_group, last_group):
-            offs = lane + group * GROUP
-            x0, x1, x2, x3 = r0.to(tl.float32), r1.to(tl.float32), r2.to(tl.float32), r3.to(tl.float32)
-            if again:
-                x0, x1, x2, x3 = _drop_suppressed(x0, x1, x2, x3, offs, group, suppress_ptr, num_suppressed)
-            if logits_out_ptr is not None:
-                _store_strip(out_ptr, offs, x0, vocab_size)
-                _store_strip(out_ptr, offs + STRIP, x1, vocab_size)
-                _store_strip(out_ptr, offs + 2 * STRIP, x2, vocab_size)
-                _store_strip(out_ptr, offs + 3 * STRIP, x3, vocab_size)
-
-            top = tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3))
-            highest = tl.max(top, axis=1)
-            if group + 1 < last_group:  # greedy, nothing below wants this tile: the next gets its registers
-                r0, r1, r2, r3 = _load_tile(row_ptr, lane, group + 1, vocab_size)
-            if again:
-                seen = tl.maximum(seen, highest)
-            if temperature > 0:
-                if _any(highest * inverse + MAX_GUMBEL >= bar):
-                    w0, w1, w2, w3 = words_of_counter(seed, position, lane + group * STRIP + _zero_like(top), STREAM)
-                    word = tl.minimum(tl.minimum(w0, w1), tl.minimum(w2, w3))
-                    if group == first_group:
-                        # The best of a tile is nearly always the one of its four with the largest noise.
-                        x = tl.where(w0 == word, x0, tl.where(w1 == word, x1, tl.where(w2 == word, x2, x3)))
-                        bar = slack_below(tl.max(least_score(x, word, inverse)))
-                    if _any(may_win(top, word, inverse, bar)):
-                        for strip in range(4):
-                            x = _pick(strip, x0, x1, x2, x3)
-                            word = _pick(strip, w0, w1, w2, w3)
-                            if _any(may_win(x, word, inverse, bar)):
-                                score = x * inverse + gumbel_of_word(word)
-                                score, score_id = _best_of_lane(score, offs + strip * STRIP, vocab_size)
-                                best, best_id = _take(score, score_id, best, best_id)
-                        bar = tl.maximum(bar, slack_below(tl.max(best, axis=0)))
-            else:
-                best, best_id = _take(highest, first_ids + group * GROUP, best, best_id)
-
-        value = tl.max(best, axis=0)
-        token = tl.min(tl.where(best == value, best_id, vocab_size), axis=0)
-        if temperature <= 0:
-            # The greedy loop knows the group alone; one more look at it, in the cache, tells which of its ids.
-            group = token // GROUP
-            offs = lane + group * GROUP
-            r0, r1, r2, r3 = _load_tile(row_ptr, lane, group, vocab_size)
-            x0, x1, x2, x3 = r0.to(tl.float32), r1.to(tl.float32), r2.to(tl.float32), r3.to(tl.float32)
-            if again:
-                x0, x1, x2, x3 = _drop_suppressed(x0, x1, x2, x3, offs, group, suppress_ptr, num_suppressed)
-            token = tl.min(_lowest_equal(x0, x1, x2, x3, value, offs, vocab_size))
-        done = value > float("-inf")
-        if again:
-            value = tl.where(done, value, tl.max(seen, axis=0))
-            done = True
-        elif suppress_ptr is not None:
-            done = done & ~_any(suppressed == token)
-            for start in range(16, num_suppressed, 16):
-                more = tl.load(suppress_ptr + start + index, mask=start + index < num_suppressed, other=-1)
-                done = done & ~_any(more == token)
-        if not done:
-            r0, r1, r2, r3 = _load_tile(row_ptr, lane, first_group, vocab_size)
-            again = True
+    done = value > float("-inf")
+    if suppress_ptr is not None:
+        done = done & ~_any(suppressed == token)
+        for start in range(16, num_suppressed, 16):
+            more = tl.load(suppress_ptr + start + index, mask=start + index < num_suppressed, other=-1)
+            done = done & ~_any(more == token)
+    if not done:
+        r0, r1, r2, r3 = _load_tile(row_ptr, lane, first_group, last_group, vocab_size)
+        value, token = _scan(
+            r0,
+            r1,
+            r2,
+            r3,
+            row_ptr,
+            first_ids,
+            lane,
+            first_group,
+            last_group,
+            temperature,
+            inverse,
+            seed,
+            position,
+            suppress_ptr,
+            num_suppressed,
+            out_ptr,
+            vocab_size,
+            True,
+            STREAM,
+        )
 
     part = tl.program_id(2) * tl.num_programs(1) + column
     offset = row * tl.num_programs(1) * tl.num_programs(2) + part

@@ -78,7 +78,7 @@ def _store_strip(out_ptr, offs, x, limit):
 def _drop_suppressed(x0, x1, x2, x3, offs, group, suppress_ptr, num_suppressed):
     """NaN at suppressed ids. Sixteen are held against the group at a time; few groups hold any."""
     if suppress_ptr is not None:
-        nan = float("nan")
+        nan = tl.full((), float("nan"), tl.float32).to(x0.dtype)
         for start in range(0, num_suppressed, 16):
             index = start + tl.arange(0, 16)
             ids = tl.load(suppress_ptr + index, mask=index < num_suppressed, other=-1)
@@ -105,8 +105,30 @@ def _store_suppressed(out_ptr, first_group, last_group, column, suppress_ptr, nu
 
 
 @triton.jit
+def _allowed(r0, r1, r2, r3, lane, group, suppress_ptr, num_suppressed, out_ptr, vocab_size, AGAIN: tl.constexpr):
+    """A tile, if AGAIN with NaN at suppressed ids; it is stored where there is room for it."""
+    offs = lane + group * GROUP
+    if AGAIN:
+        r0, r1, r2, r3 = _drop_suppressed(r0, r1, r2, r3, offs, group, suppress_ptr, num_suppressed)
+    if out_ptr is not None:
+        _store_strip(out_ptr, offs, r0, vocab_size)
+        _store_strip(out_ptr, offs + STRIP, r1, vocab_size)
+        _store_strip(out_ptr, offs + 2 * STRIP, r2, vocab_size)
+        _store_strip(out_ptr, offs + 3 * STRIP, r3, vocab_size)
+    return r0, r1, r2, r3
+
+
+@triton.jit
+def _top(r0, r1, r2, r3):
+    """The best of each counter's four logits."""
+    x0, x1, x2, x3 = r0.to(tl.float32), r1.to(tl.float32), r2.to(tl.float32), r3.to(tl.float32)
+    return tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3))
+
+
+@triton.jit
 def _lowest_equal(x0, x1, x2, x3, value, offs, otherwise):
     """The lowest id of each lane whose logit is `value`."""
+    x0, x1, x2, x3 = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
     lowest = tl.where(x3 == value, offs + 3 * STRIP, otherwise)
     lowest = tl.where(x2 == value, offs + 2 * STRIP, lowest)
     lowest = tl.where(x1 == value, offs + STRIP, lowest)
@@ -148,6 +170,13 @@ def _maximum(values):
     """The largest of a warp's floats: a reduction of integers is one instruction."""
     key = tl.max(order_key(tl.maximum(values, float("-inf"))), axis=0)
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _best_lane(best, best_id, otherwise):
+    """The best score of the lanes and its lowest id."""
+    value = _maximum(best)
+    return value, tl.min(tl.where(best == value, best_id, otherwise), axis=0)
 
 
 @triton.jit
@@ -203,7 +232,6 @@ def _scan(
     lane,
     first_group,
     last_group,
-    temperature,
     inverse,
     seed,
     position,
@@ -225,64 +253,95 @@ def _scan(
     seen = tl.full((LANES,), float("nan"), tl.float32)
     bar = _LOWEST
     for group in range(first_group, last_group):
-        offs = lane + group * GROUP
-        x0, x1, x2, x3 = r0.to(tl.float32), r1.to(tl.float32), r2.to(tl.float32), r3.to(tl.float32)
-        if AGAIN:
-            x0, x1, x2, x3 = _drop_suppressed(x0, x1, x2, x3, offs, group, suppress_ptr, num_suppressed)
-        if out_ptr is not None:
-            _store_strip(out_ptr, offs, x0, vocab_size)
-            _store_strip(out_ptr, offs + STRIP, x1, vocab_size)
-            _store_strip(out_ptr, offs + 2 * STRIP, x2, vocab_size)
-            _store_strip(out_ptr, offs + 3 * STRIP, x3, vocab_size)
-
-        top = tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3))
+        r0, r1, r2, r3 = _allowed(
+            r0, r1, r2, r3, lane, group, suppress_ptr, num_suppressed, out_ptr, vocab_size, AGAIN
+        )
+        top = _top(r0, r1, r2, r3)
         highest = tl.max(top, axis=1)
         # Nothing below wants this tile: the next gets its registers.
         r0, r1, r2, r3 = _load_tile(row_ptr, lane, group + 1, last_group, vocab_size)
         if AGAIN:
             seen = tl.maximum(seen, highest)
-        if temperature > 0:
-            if _any(highest * inverse + MAX_GUMBEL >= bar):
-                w0, w1, w2, w3 = words_of_counter(seed, position, lane + group * STRIP + _zero_like(top), STREAM)
-                # Ids of one counter are bounded together: by the best of their logits and the least of their words.
-                most = most_score(top, tl.minimum(tl.minimum(w0, w1), tl.minimum(w2, w3)), inverse)
-                if _any(tl.max(most, axis=1) > bar):
-                    keys = _key(most, tl.arange(0, EACH)[None, :], EACH)
-                    key = tl.max(keys, axis=1)
-                    while tl.max(key, axis=0) >= (order_key(bar) & -EACH):
-                        best, best_id, bar = _look(
-                            row_ptr,
-                            first_ids + (key & (EACH - 1)) + group * GROUP,
-                            group,
-                            seed,
-                            position,
-                            inverse,
-                            best,
-                            best_id,
-                            bar,
-                            suppress_ptr,
-                            num_suppressed,
-                            vocab_size,
-                            AGAIN,
-                            STREAM,
-                        )
-                        key = tl.max(_below(keys, key[:, None]), axis=1)
-        else:
-            better = highest > best
-            best = tl.where(better, highest, best)
-            best_id = tl.where(better, first_ids + group * GROUP, best_id)
+        if _any(highest * inverse + MAX_GUMBEL >= bar):
+            w0, w1, w2, w3 = words_of_counter(seed, position, lane + group * STRIP + _zero_like(top), STREAM)
+            # Ids of one counter are bounded together: by the best of their logits and the least of their words.
+            most = most_score(top, tl.minimum(tl.minimum(w0, w1), tl.minimum(w2, w3)), inverse)
+            if _any(tl.max(most, axis=1) > bar):
+                keys = _key(most, tl.arange(0, EACH)[None, :], EACH)
+                key = tl.max(keys, axis=1)
+                while tl.max(key, axis=0) >= (order_key(bar) & -EACH):
+                    best, best_id, bar = _look(
+                        row_ptr,
+                        first_ids + (key & (EACH - 1)) + group * GROUP,
+                        group,
+                        seed,
+                        position,
+                        inverse,
+                        best,
+                        best_id,
+                        bar,
+                        suppress_ptr,
+                        num_suppressed,
+                        vocab_size,
+                        AGAIN,
+                        STREAM,
+                    )
+                    key = tl.max(_below(keys, key[:, None]), axis=1)
+    value, token = _best_lane(best, best_id, vocab_size)
+    if AGAIN:
+        value = tl.where(value > float("-inf"), value, tl.max(seen, axis=0))
+    return value, token
 
-    value = _maximum(best)
-    token = tl.min(tl.where(best == value, best_id, vocab_size), axis=0)
-    if temperature <= 0:
-        # The greedy loop knows the group alone; one more look at it, in the cache, tells which of its ids.
-        group = token // GROUP
-        offs = lane + group * GROUP
+
+@triton.jit
+def _scan_greedy(
+    r0,
+    r1,
+    r2,
+    r3,
+    row_ptr,
+    first_ids,
+    lane,
+    first_group,
+    last_group,
+    suppress_ptr,
+    num_suppressed,
+    out_ptr,
+    vocab_size,
+    AGAIN: tl.constexpr,
+):
+    """`_scan` at temperature 0."""
+    best = tl.full((LANES,), float("-inf"), tl.float32)
+    best_id = tl.zeros((LANES,), tl.int32)
+    r0, r1, r2, r3 = _allowed(
+        r0, r1, r2, r3, lane, first_group, suppress_ptr, num_suppressed, out_ptr, vocab_size, AGAIN
+    )
+    highest = tl.max(_top(r0, r1, r2, r3), axis=1)
+    seen = highest
+    best, best_id = _take(highest, first_ids + first_group * GROUP, best, best_id)
+    # Two groups at a time are on their way. Loads that pass from one round to the next do not pay: the assembler holds
+    # 16-bit values of a loop in halves of registers, which it waits for at the loop's end.
+    for group in range(first_group + 1, last_group, 2):
         r0, r1, r2, r3 = _load_tile(row_ptr, lane, group, last_group, vocab_size)
-        x0, x1, x2, x3 = r0.to(tl.float32), r1.to(tl.float32), r2.to(tl.float32), r3.to(tl.float32)
+        s0, s1, s2, s3 = _load_tile(row_ptr, lane, group + 1, last_group, vocab_size)
+        r0, r1, r2, r3 = _allowed(
+            r0, r1, r2, r3, lane, group, suppress_ptr, num_suppressed, out_ptr, vocab_size, AGAIN
+        )
+        s0, s1, s2, s3 = _allowed(
+            s0, s1, s2, s3, lane, group + 1, suppress_ptr, num_suppressed, out_ptr, vocab_size, AGAIN
+        )
+        highest = tl.max(_top(r0, r1, r2, r3), axis=1)
+        later = tl.max(_top(s0, s1, s2, s3), axis=1)
         if AGAIN:
-            x0, x1, x2, x3 = _drop_suppressed(x0, x1, x2, x3, offs, group, suppress_ptr, num_suppressed)
-        token = tl.min(tl.min(_lowest_equal(x0, x1, x2, x3, value, offs, vocab_size), axis=1), axis=0)
+            seen = tl.maximum(seen, tl.maximum(highest, later))
+        best, best_id = _take(highest, first_ids + group * GROUP, best, best_id)
+        best, best_id = _take(later, first_ids + (group + 1) * GROUP, best, best_id)
+    value, token = _best_lane(best, best_id, vocab_size)
+    # The loop knows the group alone; one more look at it, in the cache, tells which of its ids.
+    group = token // GROUP
+    r0, r1, r2, r3 = _load_tile(row_ptr, lane, group, last_group, vocab_size)
+    r0, r1, r2, r3 = _allowed(r0, r1, r2, r3, lane, group, suppress_ptr, num_suppressed, None, vocab_size, AGAIN)
+    token = tl.min(tl.min(_lowest_equal(r0, r1, r2, r3, value, lane + group * GROUP, vocab_size), axis=1), axis=0)
     if AGAIN:
         value = tl.where(value > float("-inf"), value, tl.max(seen, axis=0))
     return value, token
@@ -343,36 +402,7 @@ def sample_kernel(
         step = tl.load(draft_step_ptr).to(tl.int64)
         out_ptr += slot * stride_os + step * stride_ok
 
-    value, token = _scan(
-        r0,
-        r1,
-        r2,
-        r3,
-        row_ptr,
-        first_ids,
-        lane,
-        first_group,
-        last_group,
-        temperature,
-        inverse,
-        seed,
-        position,
-        suppress_ptr,
-        num_suppressed,
-        out_ptr,
-        vocab_size,
-        False,
-        STREAM,
-    )
-    # Whoever wins without a look at the suppressed ids wins with it, unless it is one of them, or nothing was there.
-    done = value > float("-inf")
-    if suppress_ptr is not None:
-        done = done & ~_any(suppressed == token)
-        for start in range(16, num_suppressed, 16):
-            more = tl.load(suppress_ptr + start + index, mask=start + index < num_suppressed, other=-1)
-            done = done & ~_any(more == token)
-    if not done:
-        r0, r1, r2, r3 = _load_tile(row_ptr, lane, first_group, last_group, vocab_size)
+    if temperature > 0:
         value, token = _scan(
             r0,
             r1,
@@ -383,7 +413,6 @@ def sample_kernel(
             lane,
             first_group,
             last_group,
-            temperature,
             inverse,
             seed,
             position,
@@ -391,9 +420,73 @@ def sample_kernel(
             num_suppressed,
             out_ptr,
             vocab_size,
-            True,
+            False,
             STREAM,
         )
+    else:
+        value, token = _scan_greedy(
+            r0,
+            r1,
+            r2,
+            r3,
+            row_ptr,
+            first_ids,
+            lane,
+            first_group,
+            last_group,
+            suppress_ptr,
+            num_suppressed,
+            out_ptr,
+            vocab_size,
+            False,
+        )
+    # Whoever wins without a look at the suppressed ids wins with it, unless it is one of them, or nothing was there.
+    done = value > float("-inf")
+    if suppress_ptr is not None:
+        done = done & ~_any(suppressed == token)
+        for start in range(16, num_suppressed, 16):
+            more = tl.load(suppress_ptr + start + index, mask=start + index < num_suppressed, other=-1)
+            done = done & ~_any(more == token)
+    if not done:
+        r0, r1, r2, r3 = _load_tile(row_ptr, lane, first_group, last_group, vocab_size)
+        if temperature > 0:
+            value, token = _scan(
+                r0,
+                r1,
+                r2,
+                r3,
+                row_ptr,
+                first_ids,
+                lane,
+                first_group,
+                last_group,
+                inverse,
+                seed,
+                position,
+                suppress_ptr,
+                num_suppressed,
+                out_ptr,
+                vocab_size,
+                True,
+                STREAM,
+            )
+        else:
+            value, token = _scan_greedy(
+                r0,
+                r1,
+                r2,
+                r3,
+                row_ptr,
+                first_ids,
+                lane,
+                first_group,
+                last_group,
+                suppress_ptr,
+                num_suppressed,
+                out_ptr,
+                vocab_size,
+                True,
+            )
 
     part = tl.program_id(2) * tl.num_programs(1) + column
     offset = row * tl.num_programs(1) * tl.num_programs(2) + part

@@ -38,15 +38,25 @@ def _zero_like(x):
 
 
 @triton.jit
-def _load_tile(row_ptr, lane, group, last_group, vocab_size):
-    """The four strips of a group as they are stored; NaN, which never wins, past the vocabulary and the last group."""
-    nan = float("nan")
+def _load_tile(row_ptr, lane, group, last_group, vocab_size, WHOLE: tl.constexpr):
+    """The four strips of a group as they are stored; NaN, which never wins, past the vocabulary.
+
+    Anything past the last group, if all groups are WHOLE: their loads need no mask of their own, and nothing to fall
+    back on.
+    """
     offs = lane + group * GROUP
-    limit = tl.where(group < last_group, vocab_size, 0)
-    x0 = tl.load(row_ptr + offs, mask=offs < limit, other=nan)
-    x1 = tl.load(row_ptr + offs + STRIP, mask=offs + STRIP < limit, other=nan)
-    x2 = tl.load(row_ptr + offs + 2 * STRIP, mask=offs + 2 * STRIP < limit, other=nan)
-    x3 = tl.load(row_ptr + offs + 3 * STRIP, mask=offs + 3 * STRIP < limit, other=nan)
+    ptrs = row_ptr + offs
+    inside = group < last_group
+    if WHOLE:
+        x0, x1 = tl.load(ptrs, mask=inside), tl.load(ptrs + STRIP, mask=inside)
+        x2, x3 = tl.load(ptrs + 2 * STRIP, mask=inside), tl.load(ptrs + 3 * STRIP, mask=inside)
+    else:
+        nan = float("nan")
+        limit = tl.where(inside, vocab_size, 0)
+        x0 = tl.load(ptrs, mask=offs < limit, other=nan)
+        x1 = tl.load(ptrs + STRIP, mask=offs + STRIP < limit, other=nan)
+        x2 = tl.load(ptrs + 2 * STRIP, mask=offs + 2 * STRIP < limit, other=nan)
+        x3 = tl.load(ptrs + 3 * STRIP, mask=offs + 3 * STRIP < limit, other=nan)
     return x0, x1, x2, x3
 
 
@@ -93,6 +103,23 @@ def _drop_suppressed(x0, x1, x2, x3, offs, group, suppress_ptr, num_suppressed):
 
 
 @triton.jit
+def _drop_suppressed_ids(x0, x1, x2, x3, ids, group, suppress_ptr, num_suppressed):
+    """`_drop_suppressed` of a few ids, one of each strip a lane: sixteen suppressed ids at a time."""
+    if suppress_ptr is not None:
+        nan = float("nan")
+        for start in range(0, num_suppressed, 16):
+            index = start + tl.arange(0, 16)
+            suppressed = tl.load(suppress_ptr + index, mask=index < num_suppressed, other=-1)
+            if _any((suppressed >= group * GROUP) & (suppressed < (group + 1) * GROUP)):
+                after = suppressed.to(tl.int32)[None, :] - ids[:, None]
+                x0 = tl.where(tl.max((after == 0).to(tl.int32), axis=1) > 0, nan, x0)
+                x1 = tl.where(tl.max((after == STRIP).to(tl.int32), axis=1) > 0, nan, x1)
+                x2 = tl.where(tl.max((after == 2 * STRIP).to(tl.int32), axis=1) > 0, nan, x2)
+                x3 = tl.where(tl.max((after == 3 * STRIP).to(tl.int32), axis=1) > 0, nan, x3)
+    return x0, x1, x2, x3
+
+
+@triton.jit
 def _store_suppressed(out_ptr, first_group, last_group, column, suppress_ptr, num_suppressed, WIDTH: tl.constexpr):
     """−inf at the suppressed ids among a program's, after its strips are stored."""
     tl.debug_barrier()
@@ -105,16 +132,16 @@ def _store_suppressed(out_ptr, first_group, last_group, column, suppress_ptr, nu
 
 
 @triton.jit
-def _allowed(r0, r1, r2, r3, lane, group, suppress_ptr, num_suppressed, out_ptr, vocab_size, AGAIN: tl.constexpr):
+def _allowed(r0, r1, r2, r3, lane, group, suppress_ptr, num_suppressed, out_ptr, limit, AGAIN: tl.constexpr):
     """A tile, if AGAIN with NaN at suppressed ids; it is stored where there is room for it."""
     offs = lane + group * GROUP
     if AGAIN:
         r0, r1, r2, r3 = _drop_suppressed(r0, r1, r2, r3, offs, group, suppress_ptr, num_suppressed)
     if out_ptr is not None:
-        _store_strip(out_ptr, offs, r0, vocab_size)
-        _store_strip(out_ptr, offs + STRIP, r1, vocab_size)
-        _store_strip(out_ptr, offs + 2 * STRIP, r2, vocab_size)
-        _store_strip(out_ptr, offs + 3 * STRIP, r3, vocab_size)
+        _store_strip(out_ptr, offs, r0, limit)
+        _store_strip(out_ptr, offs + STRIP, r1, limit)
+        _store_strip(out_ptr, offs + 2 * STRIP, r2, limit)
+        _store_strip(out_ptr, offs + 3 * STRIP, r3, limit)
     return r0, r1, r2, r3
 
 
@@ -205,7 +232,7 @@ def _look(
     """The bests and the bar after a lane's four ids of one counter, of which the first is given."""
     x0, x1, x2, x3 = _load_ids(row_ptr, ids, vocab_size)
     if AGAIN:
-        x0, x1, x2, x3 = _drop_suppressed(x0, x1, x2, x3, ids, group, suppress_ptr, num_suppressed)
+        x0, x1, x2, x3 = _drop_suppressed_ids(x0, x1, x2, x3, ids, group, suppress_ptr, num_suppressed)
     w0, w1, w2, w3 = words_of_counter(seed, position, ids - group * (GROUP - STRIP), STREAM)
     k0, k1 = _key(most_score(x0, w0, inverse), 0, 4), _key(most_score(x1, w1, inverse), 1, 4)
     k2, k3 = _key(most_score(x2, w2, inverse), 2, 4), _key(most_score(x3, w3, inverse), 3, 4)
@@ -215,9 +242,7 @@ def _look(
         x, word = _pick(strip, x0, x1, x2, x3), _pick(strip, w0, w1, w2, w3)
         best, best_id = _take(x * inverse + gumbel_of_word(word), ids + strip * STRIP, best, best_id)
         bar = tl.maximum(bar, slack_below(_maximum(best)))
-        key = tl.maximum(
-            tl.maximum(_below(k0, key), _below(k1, key)), tl.maximum(_below(k2, key), _below(k3, key))
-        )
+        key = tl.maximum(tl.maximum(_below(k0, key), _below(k1, key)), tl.maximum(_below(k2, key), _below(k3, key)))
     return best, best_id, bar
 
 
@@ -241,6 +266,7 @@ def _scan(
     vocab_size,
     AGAIN: tl.constexpr,
     STREAM: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """(best score, its lowest id) of a program's groups, of which the first is loaded.
 
@@ -253,13 +279,11 @@ def _scan(
     seen = tl.full((LANES,), float("nan"), tl.float32)
     bar = _LOWEST
     for group in range(first_group, last_group):
-        r0, r1, r2, r3 = _allowed(
-            r0, r1, r2, r3, lane, group, suppress_ptr, num_suppressed, out_ptr, vocab_size, AGAIN
-        )
+        r0, r1, r2, r3 = _allowed(r0, r1, r2, r3, lane, group, suppress_ptr, num_suppressed, out_ptr, vocab_size, AGAIN)
         top = _top(r0, r1, r2, r3)
         highest = tl.max(top, axis=1)
         # Nothing below wants this tile: the next gets its registers.
-        r0, r1, r2, r3 = _load_tile(row_ptr, lane, group + 1, last_group, vocab_size)
+        r0, r1, r2, r3 = _load_tile(row_ptr, lane, group + 1, last_group, vocab_size, WHOLE)
         if AGAIN:
             seen = tl.maximum(seen, highest)
         if _any(highest * inverse + MAX_GUMBEL >= bar):
@@ -269,7 +293,8 @@ def _scan(
             if _any(tl.max(most, axis=1) > bar):
                 keys = _key(most, tl.arange(0, EACH)[None, :], EACH)
                 key = tl.max(keys, axis=1)
-                while tl.max(key, axis=0) >= (order_key(bar) & -EACH):
+                looking = True
+                while looking:
                     best, best_id, bar = _look(
                         row_ptr,
                         first_ids + (key & (EACH - 1)) + group * GROUP,
@@ -287,6 +312,7 @@ def _scan(
                         STREAM,
                     )
                     key = tl.max(_below(keys, key[:, None]), axis=1)
+                    looking = tl.max(key, axis=0) >= (order_key(bar) & -EACH)
     value, token = _best_lane(best, best_id, vocab_size)
     if AGAIN:
         value = tl.where(value > float("-inf"), value, tl.max(seen, axis=0))
@@ -309,6 +335,7 @@ def _scan_greedy(
     out_ptr,
     vocab_size,
     AGAIN: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """`_scan` at temperature 0."""
     best = tl.full((LANES,), float("-inf"), tl.float32)
@@ -322,16 +349,14 @@ def _scan_greedy(
     # Two groups at a time are on their way. Loads that pass from one round to the next do not pay: the assembler holds
     # 16-bit values of a loop in halves of registers, which it waits for at the loop's end.
     for group in range(first_group + 1, last_group, 2):
-        r0, r1, r2, r3 = _load_tile(row_ptr, lane, group, last_group, vocab_size)
-        s0, s1, s2, s3 = _load_tile(row_ptr, lane, group + 1, last_group, vocab_size)
-        r0, r1, r2, r3 = _allowed(
-            r0, r1, r2, r3, lane, group, suppress_ptr, num_suppressed, out_ptr, vocab_size, AGAIN
-        )
-        s0, s1, s2, s3 = _allowed(
-            s0, s1, s2, s3, lane, group + 1, suppress_ptr, num_suppressed, out_ptr, vocab_size, AGAIN
-        )
+        r0, r1, r2, r3 = _load_tile(row_ptr, lane, group, last_group, vocab_size, WHOLE)
+        s0, s1, s2, s3 = _load_tile(row_ptr, lane, group + 1, last_group, vocab_size, WHOLE)
+        r0, r1, r2, r3 = _allowed(r0, r1, r2, r3, lane, group, suppress_ptr, num_suppressed, out_ptr, vocab_size, AGAIN)
+        second = group + 1 < last_group
+        limit = tl.where(second, vocab_size, 0)
+        s0, s1, s2, s3 = _allowed(s0, s1, s2, s3, lane, group + 1, suppress_ptr, num_suppressed, out_ptr, limit, AGAIN)
         highest = tl.max(_top(r0, r1, r2, r3), axis=1)
-        later = tl.max(_top(s0, s1, s2, s3), axis=1)
+        later = tl.where(second, tl.max(_top(s0, s1, s2, s3), axis=1), float("nan"))
         if AGAIN:
             seen = tl.maximum(seen, tl.maximum(highest, later))
         best, best_id = _take(highest, first_ids + group * GROUP, best, best_id)
@@ -339,7 +364,7 @@ def _scan_greedy(
     value, token = _best_lane(best, best_id, vocab_size)
     # The loop knows the group alone; one more look at it, in the cache, tells which of its ids.
     group = token // GROUP
-    r0, r1, r2, r3 = _load_tile(row_ptr, lane, group, last_group, vocab_size)
+    r0, r1, r2, r3 = _load_tile(row_ptr, lane, group, last_group, vocab_size, WHOLE)
     r0, r1, r2, r3 = _allowed(r0, r1, r2, r3, lane, group, suppress_ptr, num_suppressed, None, vocab_size, AGAIN)
     token = tl.min(tl.min(_lowest_equal(r0, r1, r2, r3, value, lane + group * GROUP, vocab_size), axis=1), axis=0)
     if AGAIN:
@@ -369,6 +394,7 @@ def sample_kernel(
     stride_ok,
     STREAM: tl.constexpr,
     WIDTH: tl.constexpr,
+    WHOLE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program (n, c, g): of row n, WIDTH ids of each of the four strips of some consecutive groups of 4,096 ids."""
@@ -385,7 +411,7 @@ def sample_kernel(
 
     # All that has a latency of its own is on its way before anything is known: at N = 1 it is most of the kernel.
     slot = tl.load(idx_mapping_ptr + row).to(tl.int64)
-    r0, r1, r2, r3 = _load_tile(row_ptr, lane, first_group, last_group, vocab_size)
+    r0, r1, r2, r3 = _load_tile(row_ptr, lane, first_group, last_group, vocab_size, WHOLE)
     position = tl.load(positions_ptr + row).to(tl.int64)
     if suppress_ptr is not None:
         index = tl.arange(0, 16)
@@ -422,6 +448,7 @@ def sample_kernel(
             vocab_size,
             False,
             STREAM,
+            WHOLE,
         )
     else:
         value, token = _scan_greedy(
@@ -439,6 +466,7 @@ def sample_kernel(
             out_ptr,
             vocab_size,
             False,
+            WHOLE,
         )
     # Whoever wins without a look at the suppressed ids wins with it, unless it is one of them, or nothing was there.
     done = value > float("-inf")
@@ -448,7 +476,7 @@ def sample_kernel(
             more = tl.load(suppress_ptr + start + index, mask=start + index < num_suppressed, other=-1)
             done = done & ~_any(more == token)
     if not done:
-        r0, r1, r2, r3 = _load_tile(row_ptr, lane, first_group, last_group, vocab_size)
+        r0, r1, r2, r3 = _load_tile(row_ptr, lane, first_group, last_group, vocab_size, WHOLE)
         if temperature > 0:
             value, token = _scan(
                 r0,
@@ -469,6 +497,7 @@ def sample_kernel(
                 vocab_size,
                 True,
                 STREAM,
+                WHOLE,
             )
         else:
             value, token = _scan_greedy(
@@ -486,6 +515,7 @@ def sample_kernel(
                 out_ptr,
                 vocab_size,
                 True,
+                WHOLE,
             )
 
     part = tl.program_id(2) * tl.num_programs(1) + column

@@ -11,8 +11,8 @@ Temperature and seed belong to a request: row n uses slot idx_mapping[n] of `[S]
 
 Two launches: each program of the first reduces a part of one row to a (score, id) pair, the second one reduces the
 pairs of a row. What the noise costs is cut by what it cannot do: a tile whose best logit plus the largest noise lies
-below the best score so far draws no numbers; a strip of it whose every word is too large to lift its own logit to that
-score takes no logarithms. The bounds are safe: the result is that of doing it all.
+below the best score so far draws no numbers; four ids of a counter whose best logit with their least word would not
+reach that score take no logarithms. The bounds are safe: the result is that of doing it all.
 """
 
 # Launch options are no parameters of a kernel, which a Python checker denies.
@@ -35,7 +35,7 @@ from tridraft.kernels._op import (
     use_triton,
 )
 from tridraft.kernels._pdl import pdl_options
-from tridraft.kernels._sampling_kernels import GROUP, sample_kernel
+from tridraft.kernels._sampling_kernels import GROUP, LANES, sample_kernel
 from tridraft.kernels.random import DRAFT, STRIP, gumbel
 from tridraft.kernels.suppress import check_suppress_ids
 
@@ -117,22 +117,23 @@ class SampleConfig:
     num_warps: int
 
 
-def sample_config(num_rows: int, vocab_size: int, arch: Arch) -> SampleConfig:
-    """The ladder. One warp a program: nothing in its loop waits at a barrier.
+def sample_config(num_rows: int, vocab_size: int, itemsize: int, arch: Arch) -> SampleConfig:
+    """The ladder. One warp a program: nothing in its loop waits at a barrier, and a lane loads 16 bytes of a strip.
 
-    Times in µs on an H200, 2026-11-30, 262,144 logits, greedy / temperature 1.
+    Times in µs on an H200, 2026-11-30, 262,144 bf16 logits, greedy / temperature 1.
     """
     groups = cdiv(vocab_size, GROUP.value)
     if num_rows * vocab_size <= 4096 * arch.num_sms and groups <= 64:
-        # One row: 1,024 programs of 256 ids, 3.4 / 4.4. Of 512 ids 3.3 / 4.7; four warps of 1,024 ids 3.2 / 5.1.
-        return SampleConfig(width=64, groups_per_program=1, num_warps=1)
+        # One row, strips of 64 / 128 / 256 ids: 3.3 / 2.9 / 3.1 and 4.1 / 3.8 / 4.2.
+        return SampleConfig(width=128, groups_per_program=1, num_warps=1)
     # As many programs as run at once, 16 a multiprocessor by their registers: a second wave waits for all the latencies
-    # again, and each program has to find a bar of its own. 8 rows, 1 / 2 / 4 groups a program: 6.8 / 4.8 / 5.3 greedy;
-    # 32 rows, 4 / 8 / 16: 10.5 / 8.5 / 11.4; 128 rows, 16 / 32 / 64: 24.9 / 24.0 / 36.3. Strips of 1,024, 8 warps:
-    # 7.6, 14.2 and 30.2.
-    num_tiles = num_rows * groups * (STRIP.value // 128)
-    groups_per_program = min(groups, max(cdiv(num_tiles, 16 * arch.num_sms), cdiv(groups, 128)))
-    return SampleConfig(width=128, groups_per_program=groups_per_program, num_warps=1)
+    # again, and each program has to find a bar of its own. Groups a program at 8 rows, 1 / 2: 4.7 / 4.5 and 6.8 / 6.7;
+    # 32 rows, 2 / 4 / 6: 8.4 / 7.3 / 7.9 and 15.1 / 14.6 / 15.0; 128 rows, 8 / 16 / 22: 22.4 / 19.3 / 19.2 and 37.6 /
+    # 36.3 / 36.5. Of 128 ids of a strip, at best 4.4, 7.7 and 19.1, and 7.0, 16.6 and 40.4.
+    width = LANES.value * (16 // itemsize)
+    num_tiles = num_rows * groups * (STRIP.value // width)
+    groups_per_program = min(groups, max(2, cdiv(num_tiles, 16 * arch.num_sms), cdiv(groups, 128)))
+    return SampleConfig(width=width, groups_per_program=groups_per_program, num_warps=1)
 
 
 def _launch_draft_sample(
@@ -149,7 +150,7 @@ def _launch_draft_sample(
 ) -> None:
     num_rows, vocab_size = logits.shape
     arch = arch_of(logits.device)
-    config = sample_config(num_rows, vocab_size, arch)
+    config = sample_config(num_rows, vocab_size, logits.element_size(), arch)
     num_groups = cdiv(vocab_size, GROUP.value)
     grid = (
         num_rows,
@@ -180,6 +181,7 @@ def _launch_draft_sample(
         0 if draft_logits_out is None else draft_logits_out.stride(1),
         STREAM=DRAFT,
         WIDTH=config.width,
+        WHOLE=vocab_size % GROUP.value == 0,
         num_warps=config.num_warps,
         enable_fp_fusion=False,  # scores round as in the definition
         **pdl_options(arch),

@@ -3,6 +3,7 @@
 # Kernels are Triton, not Python: their integers are tensors and their flags constexprs, which a Python checker denies.
 # pyright: reportArgumentType=false
 
+import itertools
 from typing import Any
 
 import pytest
@@ -37,13 +38,14 @@ def sampler(logits, temperature, *, impl, idx_mapping=None, seeds=None, position
     )
 
 
-@pytest.fixture(params=["walk"] if INTERPRET else ["ladder", "narrow", "wide", "walk"])
+@pytest.fixture(params=["walk"] if INTERPRET else ["ladder", "narrow", "wide", "walk", "pairs"])
 def config(request, monkeypatch):
     """The ladder's choice, and each way of cutting a row into tiles."""
     choices = {
         "narrow": SampleConfig(256, 1, 2),
         "wide": SampleConfig(1024, 1, 4),
         "walk": SampleConfig(1024 if INTERPRET else 128, 3, 1),
+        "pairs": SampleConfig(256, 2, 1),
     }
     if request.param != "ladder":
         monkeypatch.setattr(sampling, "sample_config", lambda *args: choices[request.param])
@@ -412,9 +414,9 @@ def test_aot(rows, dtype, optional, target):
 @pytest.mark.parametrize("target", TARGETS)
 def test_ladder(target):
     arch = TARGETS[target][1]
-    for rows in (1, 2, 8, 32, 128, 1024):
+    for rows, itemsize in itertools.product((1, 2, 8, 32, 128, 1024), (2, 4)):
         for vocab_size in (1, 100, 32_000, 129_280, 262_144, 2**23):
-            config = sample_config(rows, vocab_size, arch)
+            config = sample_config(rows, vocab_size, itemsize, arch)
             groups = -(-vocab_size // 4096)
             parts = -(-groups // config.groups_per_program) * (1024 // config.width)
             assert next_power_of_2(config.width) == config.width <= 1024

@@ -175,7 +175,7 @@ def most_score(x, word, inverse):
 
 @triton.jit
 def slack_below(score):
-    """A bar that no score above `score` fails by rounding: of scores, logarithms or exponents. None for NaN."""
+    """A bar that no score above `score` fails by rounding: of scores or of logarithms. None for NaN."""
     score = tl.minimum(tl.maximum(score, float("-inf")), 1e38)
     return score - 1e-3 - 1e-6 * tl.abs(score)
 

@@ -39,19 +39,35 @@ def linear_reference(
 def _accumulate(weight, x, acc, SPLIT: tl.constexpr):
     """Add the products of a tile; without tensor cores eight columns are one thread's, and nothing crosses threads."""
     if SPLIT > 1:
-        acc = tl.dot(weight, x, acc)
-    else:
+        acc = tl.dot(weight, tl.permute(x, (0, 2, 1)), acc)
+    elif SPLIT == 0:
         products = weight.to(tl.float32) * x.to(tl.float32)
         acc += tl.sum(tl.reshape(products, (acc.shape[0], acc.shape[1], acc.shape[2], 8)), axis=3)
+    elif x.shape[0] >= 64:
+        acc = tl.dot(x, tl.trans(weight), acc)
+    else:
+        acc = tl.dot(weight, tl.trans(x), acc)
     return acc
 
 
 @triton.jit
-def _total(acc, bias_ptr, offs_m, out_features, SPLIT: tl.constexpr):
-    """The sums of all threads [BLOCK_M, BLOCK_N], with the bias."""
-    sums = tl.sum(acc, axis=0 if SPLIT > 1 else 2)
+def _total(acc, bias_ptr, offs_m, out_features, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr):
+    """The sums of all threads [BLOCK_N, BLOCK_M], with the bias."""
+    if SPLIT > 1:
+        # `tl.split` wants pairs in one thread, and Triton puts the other warps' sums into its neighbours: one exchange
+        # through shared memory. `tl.sum` across warps writes there with a stride of SPLIT: 256 × 2048 at 32 rows 2.1 µs
+        # instead of 2.8, and 2.0 instead of 4.3 in 16 warps.
+        pairs = tl.reshape(tl.permute(acc, (2, 1, 0)), (BLOCK_N, acc.shape[1], SPLIT // 2, 2))
+        even, odd = tl.split(pairs)
+        sums = tl.sum(even + odd, axis=2)
+    elif SPLIT == 0:
+        sums = tl.trans(tl.sum(acc, axis=2))
+    elif BLOCK_N >= 64:
+        sums = acc
+    else:
+        sums = tl.trans(acc)
     if bias_ptr is not None:
-        sums += tl.load(bias_ptr + offs_m, mask=offs_m < out_features, other=0.0).to(tl.float32)[:, None]
+        sums += tl.load(bias_ptr + offs_m, mask=offs_m < out_features, other=0.0).to(tl.float32)[None, :]
     return sums
 
 
@@ -62,10 +78,10 @@ def _load(pointers, cols, end, EVEN: tl.constexpr):
 
 @triton.jit
 def _rms(x, eps, hidden):
-    return x * tl.rsqrt(tl.sum(x * x, axis=2, keep_dims=True) / hidden + eps)
+    return x * tl.rsqrt(tl.sum(x * x, axis=len(x.shape) - 1, keep_dims=True) / hidden + eps)
 
 
-@triton.jit(do_not_specialize=["num_rows", "out_features"])
+@triton.jit(do_not_specialize=["num_rows"])
 def _linear_kernel(
     x_ptr,  # [N, K]
     residual_ptr,  # [N, K] or None
@@ -77,7 +93,7 @@ def _linear_kernel(
     bias_ptr,  # [M] or [2M], or None
     out_ptr,  # [N, M]
     num_rows,
-    out_features,
+    out_features,  # specialised: only then does Triton store several elements at once
     in_features,
     stride_xn,
     stride_rn,
@@ -98,25 +114,36 @@ def _linear_kernel(
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     # Rows past the end read the last one, which needs no mask, and are not stored.
-    weight_rows = tl.minimum(offs_m, out_features - 1).to(tl.int64) * stride_wm
-    x_rows = tl.minimum(offs_n, num_rows - 1).to(tl.int64) * stride_xn
-    if SPLIT > 1:
+    rows_m = tl.minimum(offs_m, out_features - 1).to(tl.int64)
+    rows_n = tl.minimum(offs_n, num_rows - 1).to(tl.int64)
+    NORMED_SPLIT: tl.constexpr = SPLIT > 1 and norm_weight_ptr is not None
+    if SPLIT == 0:
+        rows_m, rows_n, offs_x = rows_m[:, None, None], rows_n[None, :, None], offs_n[None, :, None]
+        x_cols = tl.arange(0, BLOCK_K)[None, None, :]
+        weight_cols = x_cols
+        acc = tl.zeros((BLOCK_M, BLOCK_N, BLOCK_K // 8), tl.float32)
+    elif SPLIT == 1:
+        rows_m, rows_n, offs_x = rows_m[:, None], rows_n[:, None], offs_n[:, None]
+        x_cols = tl.arange(0, BLOCK_K)[None, :]
+        weight_cols = x_cols
+        acc = tl.zeros((BLOCK_N, BLOCK_M) if BLOCK_N >= 64 else (BLOCK_M, BLOCK_N), tl.float32)
+    else:
         # A product a warp: its own columns of every tile.
         WIDTH: tl.constexpr = BLOCK_K // SPLIT
-        cols = (tl.arange(0, SPLIT) * WIDTH)[:, None] + tl.arange(0, WIDTH)[None, :]
-        weight_cols, x_cols = cols[:, None, :], cols[:, :, None]
-        weight_ptrs = weight_ptr + weight_rows[None, :, None] + weight_cols
-        x_ptrs = x_ptr + x_rows[None, None, :] + x_cols
+        rows_m = rows_m[None, :, None]
+        weight_cols = (tl.arange(0, SPLIT) * WIDTH)[:, None, None] + tl.arange(0, WIDTH)[None, None, :]
         acc = tl.zeros((SPLIT, BLOCK_M, BLOCK_N), tl.float32)
-    else:
-        weight_cols = tl.arange(0, BLOCK_K)[None, None, :]
-        x_cols = weight_cols
-        weight_ptrs = weight_ptr + weight_rows[:, None, None] + weight_cols
-        x_ptrs = x_ptr + x_rows[None, :, None] + x_cols
-        acc = tl.zeros((BLOCK_M, BLOCK_N, BLOCK_K // 8), tl.float32)
+        if NORMED_SPLIT:
+            rows_n, offs_x = rows_n[:, None], offs_n[:, None]
+            x_cols = tl.arange(0, BLOCK_K)[None, :]
+        else:
+            rows_n, offs_x = rows_n[None, :, None], offs_n[None, :, None]
+            x_cols = weight_cols
+    weight_ptrs = weight_ptr + rows_m * stride_wm + weight_cols
+    x_ptrs = x_ptr + rows_n * stride_xn + x_cols
     first = _load(weight_ptrs, weight_cols, in_features, EVEN_K)
     if ACTIVATION is not None:
-        up_ptrs = weight_ptrs + out_features.to(tl.int64) * stride_wm
+        up_ptrs = weight_ptr + (rows_m + out_features) * stride_wm + weight_cols
         up_acc = acc
         first_up = _load(up_ptrs, weight_cols, in_features, EVEN_K)
     if norm_weight_ptr is not None:
@@ -131,33 +158,35 @@ def _linear_kernel(
         # As `add_rms_norm` does it, in every program: that costs less than a launch between two layers.
         stream = x.to(tl.float32)
         if residual_ptr is not None:
-            residual_rows = tl.minimum(offs_n, num_rows - 1).to(tl.int64) * stride_rn
-            residual = _load(residual_ptr + residual_rows[None, :, None] + x_cols, x_cols, in_features, EVEN_K)
+            residual = _load(residual_ptr + rows_n * stride_rn + x_cols, x_cols, in_features, EVEN_K)
             if post_weight_ptr is not None:
                 stream = _rms(stream, eps, in_features) * post_weight
             stream = ((residual.to(tl.float32) + stream) * scale).to(x.dtype)
             if tl.program_id(0) == 0:
-                stream_rows = stream_ptr + offs_n.to(tl.int64)[None, :, None] * stride_sn
-                tl.store(stream_rows + x_cols, stream, mask=(offs_n < num_rows)[None, :, None] & (x_cols < in_features))
+                stream_ptrs = stream_ptr + offs_x.to(tl.int64) * stride_sn + x_cols
+                tl.store(stream_ptrs, stream, mask=(offs_x < num_rows) & (x_cols < in_features))
             stream = stream.to(tl.float32)
         x = (_rms(stream, eps, in_features) * norm_weight).to(x.dtype)
-    for block in tl.range(1, NUM_BLOCKS_K, num_stages=NUM_STAGES):
-        start = block * BLOCK_K
-        weight = _load(weight_ptrs + start, weight_cols, in_features - start, EVEN_K)
-        later_x = _load(x_ptrs + start, x_cols, in_features - start, EVEN_K)
-        acc = _accumulate(weight, later_x, acc, SPLIT)
-        if ACTIVATION is not None:
-            up_weight = _load(up_ptrs + start, weight_cols, in_features - start, EVEN_K)
-            up_acc = _accumulate(up_weight, later_x, up_acc, SPLIT)
-    sums = _total(_accumulate(first, x, acc, SPLIT), bias_ptr, offs_m, out_features, SPLIT)
+        if NORMED_SPLIT:
+            x = tl.permute(tl.reshape(x, (BLOCK_N, SPLIT, BLOCK_K // SPLIT)), (1, 0, 2))
+    else:
+        for block in tl.range(1, NUM_BLOCKS_K, num_stages=NUM_STAGES):
+            start = block * BLOCK_K
+            weight = _load(weight_ptrs + start, weight_cols, in_features - start, EVEN_K)
+            later_x = _load(x_ptrs + start, x_cols, in_features - start, EVEN_K)
+            acc = _accumulate(weight, later_x, acc, SPLIT)
+            if ACTIVATION is not None:
+                up_weight = _load(up_ptrs + start, weight_cols, in_features - start, EVEN_K)
+                up_acc = _accumulate(up_weight, later_x, up_acc, SPLIT)
+    sums = _total(_accumulate(first, x, acc, SPLIT), bias_ptr, offs_m, out_features, BLOCK_N, SPLIT)
     if ACTIVATION is not None:
         up_bias_ptr = bias_ptr + out_features if bias_ptr is not None else None
-        up_sums = _total(_accumulate(first_up, x, up_acc, SPLIT), up_bias_ptr, offs_m, out_features, SPLIT)
+        up_sums = _total(_accumulate(first_up, x, up_acc, SPLIT), up_bias_ptr, offs_m, out_features, BLOCK_N, SPLIT)
         # Rounded as a projection's result is.
         gate, up = sums.to(x.dtype).to(tl.float32), up_sums.to(x.dtype).to(tl.float32)
         sums = gated(gate, up, ACTIVATION == "gelu_tanh")
-    out_ptrs = out_ptr + offs_n.to(tl.int64)[None, :] * stride_on + offs_m[:, None]
-    mask = (offs_m < out_features)[:, None] & (offs_n < num_rows)[None, :]
+    out_ptrs = out_ptr + offs_n.to(tl.int64)[:, None] * stride_on + offs_m[None, :]
+    mask = (offs_n < num_rows)[:, None] & (offs_m < out_features)[None, :]
     tl.store(out_ptrs, sums.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -167,11 +196,12 @@ class LinearConfig:
 
     Attributes:
         block_n: rows of x in a program.
-        block_m: rows of the weight in a program.
+        block_m: rows of the weight in a program, with an activation those of gate and up.
         block_k: columns of a tile.
         num_warps: of a program.
         num_stages: of the tiles after the first, how many are in flight.
-        tensor_cores: each warp multiplies its own columns on them; otherwise threads have eight columns each.
+        split: into how many parts of the columns a tile's product on tensor cores is split, each a warp's own; 1: the
+            warps share the rows; 0: no tensor cores, threads have eight columns each.
     """
 
     block_n: int
@@ -179,49 +209,83 @@ class LinearConfig:
     block_k: int
     num_warps: int
     num_stages: int
-    tensor_cores: bool
+    split: int
 
     def shared_memory(self, in_features: int, itemsize: int) -> int:
-        """Bytes of the tiles in flight; of one for tensor cores, which read from there, where it is the only one."""
+        """Bytes of the tiles in flight; of one for tensor cores, which read from there, where it is the only one.
+
+        Where warps share the rows, Triton keeps the first tile there too.
+        """
         tile = self.block_k * (self.block_m + self.block_n) * itemsize
         if in_features > self.block_k:
-            return self.num_stages * tile
-        return tile if self.tensor_cores else 0
+            return (self.num_stages + (self.split == 1)) * tile
+        return tile if self.split else 0
 
 
 def uses_cublas(num_rows: int, out_features: int, in_features: int, dtype: torch.dtype) -> bool:
     """Whether a product is left to PyTorch.
 
-    At 8 rows, weights of 16 MiB or 7,680 columns took 8.7 µs against 6.7 and 8.2. With weights as small as E2B's a
-    draft step takes 200 µs at 16 rows, against 242 with cuBLAS, 278 at 32, against 297, and 785 at 128, against 744.
+    Up to 32 rows of weights of up to 32 MiB, and up to 128 of weights as small as E2B's, all measured ones are faster
+    here but those of more than 4,096 columns at more than 8 rows: 1024 × 8192 at 32 rows 10.9 µs against 9.5.
     """
-    if num_rows > 4 and dtype == torch.float32:
-        return True
-    if num_rows > 8:
-        return num_rows > 32 or out_features * in_features * dtype.itemsize > 2**22
-    if num_rows > 4 and in_features >= 4096:
-        return True
-    return out_features * in_features * dtype.itemsize > (2**26 if num_rows <= 4 else 2**23)
+    size = out_features * in_features * dtype.itemsize
+    if dtype == torch.float32:
+        return num_rows > 4 or size > 2**26
+    if num_rows <= 8:
+        return size > (2**26 if num_rows <= 4 else 2**25)
+    if num_rows <= 32 and in_features <= 4096:
+        return size > 2**25
+    return num_rows > 128 or size > 2**22
+
+
+def _dot_config(num_rows: int, out_features: int, in_features: int, arch: Arch) -> LinearConfig:
+    """Settings on tensor cores; weights of the E2B from L2, of the 12B (1,024 columns and more) from cold memory."""
+    rows, whole = next_power_of_2(num_rows), max(next_power_of_2(in_features), 64)
+    if rows > 64 or (rows > 32 and whole <= 512):
+        # Rows of x take the side of a matrix instruction that has 64. 128 rows: 2048 × 256 2.3 (3.1), 4096 × 256 with
+        # an activation 3.1 (4.1), 256 × 2048 4.6 (5.2).
+        if whole > 512:
+            return LinearConfig(64, 32, 128, 4, 4, 1)
+        block_m = 64
+        while block_m > 16 and 4 * cdiv(out_features, block_m) * cdiv(rows, 64) < 3 * arch.num_sms:
+            block_m //= 2
+        return LinearConfig(64, block_m, whole, 4, 2, 1)
+    if whole <= 512:
+        # 32 rows: 1024 × 256 1.3 (2.8), 2048 × 256 1.6 (2.9); 1.6 and 2.0 with all 32 in a program whose warps share no
+        # columns. With an activation 4096 × 256, so half of it gate: 8 rows 1.5 (3.4), 1.7 with 32 rows of the weight.
+        block_m = 16 if rows <= 8 or out_features <= 2048 else 32
+        return LinearConfig(min(rows, 16), block_m, whole, 4, 2, 4)
+    if out_features <= 1024:
+        # Up to 64 programs: 256 × 2048 at 8 rows in 32 1.7 (5.1), in 16 1.9; at 32 rows in 64 2.1 (5.1), in 128 2.9.
+        block_n, block_m = 8, 8
+        while cdiv(rows, block_n) * cdiv(out_features, block_m) > 64 and block_n < 32:
+            if block_m < 16:
+                block_m *= 2
+            else:
+                block_n *= 2
+        if whole <= 2048:
+            return LinearConfig(block_n, block_m, whole, 8, 2, 8)
+        # 1024 × 8192 at 8 rows: 7.0 (9.2), 7.6 with four stages, 8.1 with tiles of 256.
+        return LinearConfig(block_n, block_m, 512 if block_n <= 16 else 256, 4, 5, 4)
+    if rows <= 8:
+        # 4096 × 1024: 4.4 (5.7) with 16 rows and 4.8 with 32, 8192 × 1024: 6.9 (7.3) and 6.4, 16384 × 1024 with an
+        # activation, so 16 of gate and up each: 10.9 (11.8).
+        return LinearConfig(8, 16 if out_features <= 4096 else 32, 256, 4, 4, 4)
+    if out_features >= 16384:
+        return LinearConfig(min(rows, 32), 128, 64, 4, 6, 1)  # 32 rows with an activation: 11.2 (12.3)
+    # 32 rows: 4096 × 1024 5.1 (5.8), 8192 × 1024 6.6 (7.6).
+    return LinearConfig(min(rows, 32), 64, 128, 4, 5, 1)
 
 
 def linear_config(num_rows: int, out_features: int, in_features: int, dtype: torch.dtype, arch: Arch) -> LinearConfig:
     """The ladder. Times in µs behind a norm, less the norm, on an H200, 2026-11-30, bfloat16; cuBLAS in brackets."""
-    tensor_cores = num_rows > 4 and dtype != torch.float32  # which would round its factors
-    # A draft step of E2B with 32 rows takes 278 µs with 16 in a program, and 292 with all.
-    block_n = min(next_power_of_2(num_rows), 16 if tensor_cores else 4)
-    whole = next_power_of_2(in_features)
-    if tensor_cores:
-        # 8 rows: 2048 × 256 1.4 (2.8), 256 × 3072 2.5 (5.6). A tile has at least 64 columns for each warp.
-        block_m = 16 if out_features <= 32 * arch.num_sms else 32
-        while block_m > 4 and 2 * cdiv(out_features, block_m) < arch.num_sms:
-            block_m //= 2
-        # 4096 × 1024: 4.7 (5.3) with 256 columns in 4 warps, 6.0 with 512 in 8.
-        block_k = min(max(whole, 64), 512 if out_features <= 1024 else 256)
-        config = LinearConfig(block_n, block_m, block_k, max(2, block_k // 64), 3, True)
+    if num_rows > 4 and dtype != torch.float32:  # which tensor cores would round
+        config = _dot_config(num_rows, out_features, in_features, arch)
     else:
         # Whole rows are all loaded ahead: 256 × 3072 1.1 (5.4). Of 7,680 columns 5.0 (8.0) in tiles of 2,048, and 5.9
         # whole. Four rows in a program: 2048 × 256 1.0 (2.7), 1.4 with sixteen; 4096 × 1024 3.3 (5.3) and 3.7.
-        block_k = max(whole, 256) if in_features <= 4096 else 2048
+        block_n = min(next_power_of_2(num_rows), 4)
+        block_k = max(next_power_of_2(in_features), 256) if in_features <= 4096 else 2048
         num_warps = max(block_k // 512, 1)
         block_m = 4
         while block_m > 1 and (4 * cdiv(out_features, block_m) < 3 * arch.num_sms or block_m * block_n > 16):
@@ -230,10 +294,12 @@ def linear_config(num_rows: int, out_features: int, in_features: int, dtype: tor
         most = 512 if num_warps == 1 else 2048
         while cdiv(out_features, block_m) > most and 2 * block_m * block_n <= 16:
             block_m *= 2
-        config = LinearConfig(block_n, block_m, block_k, num_warps, 3, False)
+        config = LinearConfig(block_n, block_m, block_k, num_warps, 3, 0)
     while config.shared_memory(in_features, dtype.itemsize) > arch.shared_memory - 2048:
-        fewer = {"block_k": config.block_k // 2, "num_warps": max(config.num_warps // 2, 2)}
-        config = replace(config, **({"num_stages": 2} if config.num_stages > 2 else fewer))
+        if config.num_stages > 2 and in_features > config.block_k:
+            config = replace(config, num_stages=config.num_stages - 1)
+        else:
+            config = replace(config, block_k=config.block_k // 2, num_stages=2)
     return config
 
 
@@ -262,7 +328,7 @@ def _launch_linear(
     config = linear_config(num_rows, weight.shape[0], in_features, x.dtype, arch)
     block_m = config.block_m if activation is None else max(config.block_m // 2, 1)
     num_blocks_k = max(cdiv(in_features, config.block_k), 1)
-    assert norm is None or (num_blocks_k == 1 and not config.tensor_cores), "fuses_norm says which norms can be made"
+    assert norm is None or num_blocks_k == 1, "fuses_norm says which norms can be made"
     before = (None,) * 5 if norm is None else (norm.residual, norm.weight, norm.post_weight, norm.scale, norm.stream)
     residual, stream = before[0], before[4]
     launch: Any = _linear_kernel[(cdiv(out_features, block_m), cdiv(num_rows, config.block_n))]
@@ -276,7 +342,7 @@ def _launch_linear(
         BLOCK_K=config.block_k,
         NUM_BLOCKS_K=num_blocks_k,
         EVEN_K=in_features == num_blocks_k * config.block_k,
-        SPLIT=config.num_warps if config.tensor_cores else 1,
+        SPLIT=config.split,
         num_warps=config.num_warps,
         NUM_STAGES=config.num_stages,
         **pdl_options(arch),
@@ -365,7 +431,10 @@ def fuses_norm(num_rows: int, out_features: int, in_features: int, dtype: torch.
     A draft step in µs, H200, 2026-11-30, fused and apart: E2B (K = 256) 73.5 and 81.7 at 1 row, 113.9 and 114.5 at 4;
     12B (K = 1,024) 289 and 296 at 1 row, 418 and 366 at 4.
     """
-    fits = num_rows <= 4 and num_rows * in_features <= 1024  # without tensor cores, whole rows in a tile
+    if num_rows > 4:
+        fits = num_rows <= 8 and in_features <= 256 and dtype != torch.float32
+    else:
+        fits = num_rows * in_features <= 1024
     return fits and not uses_cublas(num_rows, out_features, in_features, dtype)
 
 

@@ -39,7 +39,7 @@ def assert_exact(out, x, weight, bias=None):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 9, 17, 32, 33])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 9, 17, 32, 33, 65])
 def test_rows(rows, dtype, impl, device):
     x, weight, bias = inputs(rows, (100, 320), device, dtype, bias=rows % 2 == 0)
     assert_exact(linear(x, weight, bias=bias, impl=impl), x, weight, bias)
@@ -64,7 +64,7 @@ def test_shapes_of_drafters(shape, rows, impl, device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("rows", [1, 2, 4, 7, 8, 16, 32, 33])
+@pytest.mark.parametrize("rows", [1, 2, 4, 7, 8, 16, 32, 33, 128, 130])
 @pytest.mark.parametrize("shape", [*E2B, *LARGE, *SMOLLM2, (30720, 1024)], ids=str)
 def test_every_shape_of_every_drafter(shape, rows, dtype, device):
     x, weight, _ = inputs(rows, shape, device, dtype)
@@ -108,7 +108,7 @@ def test_activation(rows, shape, activation, dtype, impl, device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("rows", [1, 4, 8, 9])
+@pytest.mark.parametrize("rows", [1, 4, 8, 9, 32, 64, 128])
 @pytest.mark.parametrize("shape", [(4096, 256), (16384, 1024), (3072, 576)], ids=str)
 def test_every_gated_shape_of_every_drafter(shape, rows, dtype, device):
     x, weight, _ = inputs(rows, shape, device, dtype)
@@ -182,17 +182,17 @@ def test_config(target, dtype):
     arch = TARGETS[target][1]
     warp = 64 if arch.backend == "hip" else 32
     for out_features, in_features in [*E2B, *LARGE, *SMOLLM2, (1, 1), (30720, 5376)]:
-        for rows in (1, 2, 3, 8, 31, 64):
+        for rows in (1, 2, 3, 8, 31, 64, 100):
             config = linear_config(rows, out_features, in_features, dtype, arch)
-            assert config.block_n <= 32
+            assert config.block_n <= 64
             assert config.num_warps * warp <= 1024
             assert config.shared_memory(in_features, dtype.itemsize) < arch.shared_memory
-            if config.tensor_cores:
-                assert config.block_k >= 16 * config.num_warps
-    assert uses_cublas(33, 256, 256, dtype)
-    assert uses_cublas(9, 4096, 1024, dtype)
-    assert uses_cublas(9, 256, 256, dtype) == (dtype == torch.float32)
-    assert uses_cublas(8, 1024, 7680, dtype)
+            if config.split:
+                assert config.block_k >= 16 * config.split
+    assert uses_cublas(129, 256, 256, dtype)
+    assert uses_cublas(32, 1024, 8192, dtype)
+    for rows in (8, 9, 128):
+        assert uses_cublas(rows, 256, 256, dtype) == (dtype == torch.float32)
     assert not uses_cublas(4, 1024, 7680, dtype)
     assert uses_cublas(1, 262144, 1024, dtype)
     assert not uses_cublas(1, 16384, 1024, dtype)
@@ -202,14 +202,22 @@ def test_config(target, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("target", TARGETS)
 def test_compiles_ahead_of_time(target, dtype):
-    for rows, shape in [(1, (1024, 256)), (1, (1024, 7680)), (4, (576, 1728)), (8, (256, 3072)), (32, (960, 1152))]:
+    few = [
+        (1, (1024, 256)),
+        (1, (1024, 7680)),
+        (4, (576, 1728)),
+        (8, (256, 3072)),
+        (32, (960, 1152)),
+        (32, (4096, 256)),
+    ]
+    for rows, shape in [*few, (16, (16384, 1024)), (32, (4096, 1024)), (128, (256, 2048)), (128, (4096, 256))]:
         x, weight, bias = inputs(rows, shape, CPU, dtype, bias=rows == 8)
         assert_compiles(lambda x=x, w=weight, b=bias: linear(x, w, bias=b, impl="triton"), target)
         assert_compiles(lambda x=x, w=weight: linear(x, w, activation="silu", impl="triton"), target)
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize(("rows", "others"), [(3, (4,)), (5, (6, 8)), (17, (24, 32))])
+@pytest.mark.parametrize(("rows", "others"), [(3, (4,)), (5, (6, 8)), (17, (24, 32)), (65, (128,))])
 def test_rows_of_one_bucket_share_a_variant(rows, others):
     """So a row's sum is the same in a padded batch: the order depends on the variant alone."""
 
@@ -221,14 +229,14 @@ def test_rows_of_one_bucket_share_a_variant(rows, others):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("rows", "padded"), [(1, 1), (3, 4), (5, 8), (17, 32)])
+@pytest.mark.parametrize(("rows", "padded"), [(1, 1), (3, 4), (5, 8), (17, 32), (33, 64), (100, 128)])
 def test_a_row_is_the_same_in_a_padded_batch(rows, padded, device):
     x, weight, _ = inputs(padded, (256, 3072), device, torch.bfloat16)
     assert torch.equal(linear(x, weight)[:rows], linear(x[:rows], weight))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 4, 8, 32])
+@pytest.mark.parametrize("rows", [1, 4, 8, 32, 128])
 def test_captured_at_its_first_call(rows, device):
     """A chain, each linear layer right behind the kernel whose result it reads; replayed on other inputs."""
     _, first, _ = inputs(rows, (4096, 256), device, torch.bfloat16)

@@ -116,7 +116,6 @@ def _linear_kernel(
     # Rows past the end read the last one, which needs no mask, and are not stored.
     rows_m = tl.minimum(offs_m, out_features - 1).to(tl.int64)
     rows_n = tl.minimum(offs_n, num_rows - 1).to(tl.int64)
-    NORMED_SPLIT: tl.constexpr = SPLIT > 1 and norm_weight_ptr is not None
     if SPLIT == 0:
         rows_m, rows_n, offs_x = rows_m[:, None, None], rows_n[None, :, None], offs_n[None, :, None]
         x_cols = tl.arange(0, BLOCK_K)[None, None, :]
@@ -133,7 +132,7 @@ def _linear_kernel(
         rows_m = rows_m[None, :, None]
         weight_cols = (tl.arange(0, SPLIT) * WIDTH)[:, None, None] + tl.arange(0, WIDTH)[None, None, :]
         acc = tl.zeros((SPLIT, BLOCK_M, BLOCK_N), tl.float32)
-        if NORMED_SPLIT:
+        if norm_weight_ptr is not None:
             rows_n, offs_x = rows_n[:, None], offs_n[:, None]
             x_cols = tl.arange(0, BLOCK_K)[None, :]
         else:
@@ -167,7 +166,7 @@ def _linear_kernel(
                 tl.store(stream_ptrs, stream, mask=(offs_x < num_rows) & (x_cols < in_features))
             stream = stream.to(tl.float32)
         x = (_rms(stream, eps, in_features) * norm_weight).to(x.dtype)
-        if NORMED_SPLIT:
+        if SPLIT > 1:
             x = tl.permute(tl.reshape(x, (BLOCK_N, SPLIT, BLOCK_K // SPLIT)), (1, 0, 2))
     else:
         for block in tl.range(1, NUM_BLOCKS_K, num_stages=NUM_STAGES):

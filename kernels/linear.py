@@ -264,14 +264,15 @@ def _dot_config(num_rows: int, out_features: int, in_features: int, arch: Arch) 
                 block_n *= 2
         if whole <= 2048:
             return LinearConfig(block_n, block_m, whole, 8, 2, 8)
-        # 1024 × 8192 at 8 rows: 7.0 (9.2), 7.6 with four stages, 8.1 with tiles of 256.
-        return LinearConfig(block_n, block_m, 512 if block_n <= 16 else 256, 4, 5, 4)
-    if rows <= 8:
-        # 4096 × 1024: 4.4 (5.7) with 16 rows and 4.8 with 32, 8192 × 1024: 6.9 (7.3) and 6.4, 16384 × 1024 with an
-        # activation, so 16 of gate and up each: 10.9 (11.8).
-        return LinearConfig(8, 16 if out_features <= 4096 else 32, 256, 4, 4, 4)
+        # 1024 × 8192 at 8 rows: 7.0 (9.2), 7.6 with four stages, 8.1 with tiles of 256. 256 × 3072, whose loop has five
+        # tiles, at 8 / 32 rows: 2.5 / 3.0 with five stages, 2.3 / 2.8 with four (5.5).
+        num_stages = 5 if in_features > 3072 else 4
+        return LinearConfig(block_n, block_m, 512 if block_n <= 16 else 256, 4, num_stages, 4)
     if out_features >= 16384:
-        return LinearConfig(min(rows, 32), 128, 64, 4, 6, 1)  # 32 rows with an activation: 11.2 (12.3)
+        return LinearConfig(min(rows, 32), 128, 64, 4, 6, 1)  # with an activation, 8 / 32 rows: 10.7 / 11.3 (11.8, 12.4)
+    if rows <= 8:
+        # 4096 × 1024: 4.4 (5.7) with 16 rows and 4.8 with 32, 8192 × 1024: 6.9 (7.3) and 6.4.
+        return LinearConfig(8, 16 if out_features <= 4096 else 32, 256, 4, 4, 4)
     # 32 rows: 4096 × 1024 5.1 (5.8), 8192 × 1024 6.6 (7.6).
     return LinearConfig(min(rows, 32), 64, 128, 4, 5, 1)
 
@@ -427,11 +428,11 @@ def linear(
 def fuses_norm(num_rows: int, out_features: int, in_features: int, dtype: torch.dtype) -> bool:
     """Whether the programs of a linear layer make the norm in front of it, each its own.
 
-    A draft step in µs, H200, 2026-11-30, fused and apart: E2B (K = 256) 73.5 and 81.7 at 1 row, 113.9 and 114.5 at 4;
-    12B (K = 1,024) 289 and 296 at 1 row, 418 and 366 at 4.
+    A draft step in µs, H200, fused and apart: E2B (K = 256) 73.5 and 81.7 at 1 row, 117.5 and 126.5 at 16, 141.5 and
+    148.5 at 32, 206.9 and 199.8 at 64; 12B (K = 1,024) 289 and 296 at 1 row, 418 and 366 at 4.
     """
     if num_rows > 4:
-        fits = num_rows <= 8 and in_features <= 256 and dtype != torch.float32
+        fits = num_rows <= 32 and in_features <= 256 and dtype != torch.float32
     else:
         fits = num_rows * in_features <= 1024
     return fits and not uses_cublas(num_rows, out_features, in_features, dtype)

@@ -87,7 +87,7 @@ def test_rows(rows, form, dtype, impl, device):
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("rows", [4, 5, 8])
+@pytest.mark.parametrize("rows", [4, 5, 8, 17, 32, 33])
 @pytest.mark.parametrize("in_features", [50, 64, 128, 256])
 def test_narrow_rows(in_features, rows, form, dtype, impl, device):
     """From 5 rows on products of 16-bit types run on tensor cores, whose warps have columns of their own."""
@@ -125,7 +125,7 @@ def test_a_norm_alone_leaves_the_stream(impl, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("rows", [1, 2, 4, 8])
+@pytest.mark.parametrize("rows", [1, 2, 4, 8, 16, 32])
 @pytest.mark.parametrize("shape", DRAFTERS, ids=str)
 def test_every_shape_of_every_drafter(shape, rows, form, dtype, device):
     x, norm_weight, weight, options = inputs(rows, shape, device, dtype, form)
@@ -135,7 +135,7 @@ def test_every_shape_of_every_drafter(shape, rows, form, dtype, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("rows", [1, 4, 32])
 def test_captured_at_its_first_call(rows, device):
     """A chain of layers, each behind the kernel that wrote its input and its stream; replayed on other inputs."""
     x, norm_weight, weight, options = inputs(rows, (256, 256), device, torch.bfloat16, FORMS[2])
@@ -202,7 +202,7 @@ def test_opcheck_and_full_graph(form, device, monkeypatch):
 @pytest.mark.parametrize("target", TARGETS)
 def test_compiles_ahead_of_time(target, dtype):
     cases = [(4, (1024, 256), FORMS[0]), (1, (8192, 1024), FORMS[1]), (1, (3072, 576), FORMS[2])]
-    for rows, shape, form in [*cases, (8, (4096, 256), FORMS[2])]:
+    for rows, shape, form in [*cases, (8, (4096, 256), FORMS[2]), (32, (4096, 256), FORMS[2])]:
         x, norm_weight, weight, options = inputs(rows, shape, CPU, dtype, form)
         assert fuses_norm(rows, *shape, dtype) or (rows > 4 and dtype == torch.float32)
         assert_compiles(

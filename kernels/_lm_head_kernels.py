@@ -355,10 +355,14 @@ def lm_head_config(num_rows: int, hidden_size: int, hidden_bytes: int, weight_by
     block_v = 64
     # 32 rows in 4 warps spill: 65.9 against 36.0 (H200, 2026-11-30, H 256).
     num_warps = 4 if block_n <= 16 else 8
-    # One program a multiprocessor, three tiles ahead of itself: 34.2 at H 256 and one row, two programs of three stages
-    # 34.4, of two 35.6, six stages 34.7. Converting 8-bit weights takes longer than loading them, so two programs share
-    # it: 69.3 at H 1,024 against 72.3 in one program of three stages.
-    pairs = ((2, 4), (2, 3), (2, 2)) if weight_bytes == 1 and num_warps == 4 else ()
+    # One program a multiprocessor, three tiles ahead of itself: 123 at H 1,024, two programs of three stages 124. At
+    # H 256 both take 34.4, but two share the noise of a tile: 16 rows at temperature 1 37.0 instead of 50.1. Converting
+    # 8-bit weights takes longer than loading them, so two programs share it: 69.3 at H 1,024 against 72.3 in one.
+    pairs = ()
+    if num_warps == 4 and weight_bytes == 1:
+        pairs = ((2, 4), (2, 3), (2, 2))
+    elif num_warps == 4 and hidden_size <= block_k:
+        pairs = ((2, 3),)
     columns = cdiv(hidden_size, block_k) * block_k if weight_bytes == 1 and hidden_bytes == 2 else 0
     if LmHeadConfig(64, block_v, block_k, 2, 8, 1, columns).shared_memory(2, 1, arch) + 16_384 > arch.shared_memory:
         columns = 0  # they must fit with 64 rows, or those of fewer would round otherwise

@@ -13,9 +13,10 @@ order. Every provider starts each call from a cold L2, as it is after a pass of 
 What is reported of each: µs of a call on the device (median, 20th and 80th percentile) and by the wall clock from an
 idle device to the drafts; of tridraft also the Python time of a call, its time on the device after a pass over a whole
 prompt (`prefill`, batch 1), and from a trace of one replay how many kernels a further draft step launches and how long
-no kernel was running. `step` is a further draft step, a third of the difference between 4 drafts and 1; its floor is
-the time to read its weights, the rows of the head it has to score and the keys and values in view, each once, at the
-card's measured read rate.
+no kernel was running. Traces come last: once a profiler has run, it stays in every launch of the process, and a call
+takes 93 µs of Python instead of 55. `step` is a further draft step, a third of the difference between 4 drafts and 1;
+its floor is the time to read its weights, the rows of the head it has to score and the keys and values in view, each
+once, at the card's measured read rate.
 
     PYTHONPATH=src python bench/propose.py                            # writes bench/results/<gpu>/propose.json
     PYTHONPATH=src python bench/propose.py --assistants 12B --batches 1 --contexts 8192 --kernels     # only prints
@@ -23,13 +24,14 @@ card's measured read rate.
 
 import argparse
 import gc
+import itertools
 import json
 import signal
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -290,9 +292,6 @@ class Shape:
             one = statistics.median(timer.device_us(lambda: self.propose(1)))
             values |= {"python_us": python, "step_us": (values["us"] - one) / (STEPS - 1)}
             values["floor_us"] = step_bytes(self.model, self.batch, self.context) / machine.read_gbs / 1e3
-            kernels = trace(self.replay)
-            values["launches"] = (len(kernels) - len(trace(lambda: self.replay(1)))) / (STEPS - 1)
-            values["idle_percent"] = 100 * idle_share(kernels)
             if self.batch == 1:
                 prompt = target_pass(self.target, 1, self.context, self.context, 1)
                 times = timer.device_us(lambda: self.captured.propose(*prompt))
@@ -300,63 +299,82 @@ class Shape:
         rounded: dict[str, Any] = {key: round(value, 2) for key, value in values.items()}
         return Row(*about, same_drafts=round(same, 3), **rounded)
 
-    def print_kernels(self) -> None:
-        """The last draft step of a replay: each kernel's own time, and how much later than the one before it ended."""
+    def traced(self, row: Row, show: bool) -> Row:
+        """The row with what a trace of a replay tells."""
         kernels = trace(self.replay)
-        count = (len(kernels) - len(trace(lambda: self.replay(1)))) // (STEPS - 1)
-        print(f"{self.name}, batch {self.batch}, context {self.context}: {count} kernels of the last draft step")
-        for before, kernel in zip(kernels[-count - 1 :], kernels[-count:], strict=False):
-            print(f"{kernel.end - kernel.start:8.2f} {kernel.end - before.end:8.2f}  {kernel.name[:110]}")
+        launches = (len(kernels) - len(trace(lambda: self.replay(1)))) / (STEPS - 1)
+        if show:
+            print_kernels(f"{self.name}, batch {self.batch}, context {self.context}", kernels[-int(launches) - 1 :])
+        return replace(row, launches=round(launches, 2), idle_percent=round(100 * idle_share(kernels), 2))
+
+
+def print_kernels(shape: str, kernels: Sequence[Kernel]) -> None:
+    """Each kernel's time but the first one's, and how much later it ended than the one before it."""
+    print(f"{shape}: {len(kernels) - 1} kernels of the last draft step")
+    for before, kernel in itertools.pairwise(kernels):
+        print(f"{kernel.end - kernel.start:8.2f} {kernel.end - before.end:8.2f}  {kernel.name[:110]}")
+
+
+def shape_of(row: Row) -> tuple[str, int, int]:
+    return row.assistant, row.batch, row.context
 
 
 def format_table(rows: Sequence[Row]) -> str:
     """One line a row."""
     head = f"{'assistant':9} {'batch':>5} {'context':>7} {'provider':12} {'µs':>9} {'p20–p80':>17} {'wall':>9} {'×':>6}"
     lines = [f"{head} {'python':>6} {'step':>7} {'floor':>7} {'%':>4} {'launches':>8} {'idle':>5} {'prefill':>7} same"]
-    ours = {(row.assistant, row.batch, row.context): row.us for row in rows if row.provider == "tridraft"}
+    ours = {shape_of(row): row.us for row in rows if row.provider == "tridraft"}
     for row in rows:
         shape = f"{row.assistant:9} {row.batch:5} {row.context:7} {row.provider:12}"
         if row.note:
             lines.append(f"{shape} {row.note}")
             continue
-        base = ours.get((row.assistant, row.batch, row.context))
+        base = ours.get(shape_of(row))
         ratio = f"{row.us / base:6.2f}" if base else f"{'–':>6}"
         line = f"{shape} {row.us:9.1f} {f'{row.p20:.1f}–{row.p80:.1f}':>17} {row.wall_us:9.1f} {ratio}"
         if row.provider == "tridraft":
             line += f" {row.python_us:6.1f} {row.step_us:7.2f} {row.floor_us:7.2f}"
-            line += f" {100 * row.floor_us / row.step_us:4.0f} {row.launches:8.1f} {row.idle_percent:4.1f}%"
+            line += f" {100 * row.floor_us / row.step_us:4.0f}"
+            line += f" {row.launches:8.1f} {row.idle_percent:4.1f}%" if row.launches else 15 * " "
             line += f" {row.prefill_us:7.1f}" if row.prefill_us else ""
         lines.append(line if row.provider in ("tridraft", "transformers") else f"{line} {row.same_drafts:51.2f}")
     return "\n".join(lines)
 
 
-def run(args: argparse.Namespace, timer: Timer, machine: Machine, rows: list[Row]) -> None:
-    """Measure everything asked for, adding to `rows`."""
+def visit_shapes(args: argparse.Namespace, visit: Callable[[tuple[str, int, int], Shape | None], None]) -> None:
+    """Every shape asked for, one in memory at a time; None where its cache does not fit the card."""
     for name in args.assistants:
         model = random_assistant(name, torch.bfloat16, torch.device("cuda"))
         target = random_target(model)
         for context in args.contexts:
             for batch in args.batches:
                 free = torch.cuda.mem_get_info()[0] - 4 * 2**30
-                if cache_bytes(target, batch, context) > free:
-                    rows.append(Row(name, batch, context, "tridraft", note="its cache does not fit this card"))
-                    continue
-                shape = Shape(name, model, target, batch, context)
-                for provider in args.providers:
-                    reason = shape.why_not(provider)
-                    rows.append(
-                        Row(name, batch, context, provider, note=reason)
-                        if reason
-                        else shape.measure(provider, timer, machine)
-                    )
-                    if not reason:
-                        print(format_table(rows[-1:]).splitlines()[-1], flush=True)
-                if args.kernels:
-                    shape.print_kernels()
-                del shape
+                fits = cache_bytes(target, batch, context) <= free
+                visit((name, batch, context), Shape(name, model, target, batch, context) if fits else None)
                 gc.collect()
                 torch.cuda.empty_cache()
-        del model, target
+
+
+def run(args: argparse.Namespace, timer: Timer, machine: Machine, rows: list[Row]) -> None:
+    """Measure everything asked for, adding to `rows`."""
+
+    def measure(about: tuple[str, int, int], shape: Shape | None) -> None:
+        if shape is None:
+            rows.append(Row(*about, "tridraft", note="its cache does not fit this card"))
+            return
+        for provider in args.providers:
+            reason = shape.why_not(provider)
+            rows.append(Row(*about, provider, note=reason) if reason else shape.measure(provider, timer, machine))
+            if not reason:
+                print(format_table(rows[-1:]).splitlines()[-1], flush=True)
+
+    def look(about: tuple[str, int, int], shape: Shape | None) -> None:
+        for i, row in enumerate(rows):
+            if shape is not None and row.provider == "tridraft" and not row.note and about == shape_of(row):
+                rows[i] = shape.traced(row, args.kernels)
+
+    visit_shapes(args, measure)
+    visit_shapes(args, look)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

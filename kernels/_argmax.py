@@ -166,5 +166,5 @@ def finish_argmax(
         0 if nan_flag is None else nan_flag.stride(0),
         BLOCK_P=block,
         num_warps=1 if block <= 256 else 4,
-        **pdl_options(arch_of(out.device)),
+        **pdl_options(arch_of(out.device), early=True),
     )

@@ -566,6 +566,6 @@ def group_count(top_k: int, block: int) -> int:
     return groups if groups <= block // 16 else 0
 
 
-def launch_options(num_warps: int, arch: Arch) -> dict[str, Any]:
-    """Keyword arguments of a launch; one stage but where a loop says otherwise."""
-    return {"num_warps": num_warps, "num_stages": 1, **pdl_options(arch)}
+def launch_options(num_warps: int, arch: Arch, early: bool | None = True) -> dict[str, Any]:
+    """Keyword arguments of a launch, of one behind the operation's first; one stage but where a loop says otherwise."""
+    return {"num_warps": num_warps, "num_stages": 1, **pdl_options(arch, early)}

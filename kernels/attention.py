@@ -396,7 +396,7 @@ def _launch_split(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         # One request at 8k 12.3 → 11.6, 128 unsplit windows 21.2 → 20.1; 32 split windows 10.9 → 11.4.
-        EARLY=metadata_ready and (num_requests == 1 or budget == 1) and pdl["PDL"],
+        EARLY=metadata_ready and (num_requests == 1 or budget == 1) and pdl["PDL"] > 0,
         **pdl,
     )
     if budget < 2:
@@ -429,7 +429,7 @@ def _launch_split(
         BLOCK_D=block_d,
         BLOCK_S=block_s,
         num_warps=num_warps,
-        **pdl_options(arch),
+        **pdl_options(arch, early=True),
     )
 
 
@@ -521,9 +521,9 @@ def paged_attention(
         softcap: bound of the scores; `None` for none.
         k_scale: float32 factor of the stored keys, `[1]` or `[Hkv]`.
         v_scale: float32 factor of the stored values, `[1]` or `[Hkv]`.
-        metadata_ready: whether the launch right before this one leaves `block_table`, `query_start_loc` and `seq_lens`
-            alone, as one does that makes `q` and writes its keys: then they are read while that one ends. Not for
-            `torch.compile`, which may put other launches before this one.
+        metadata_ready: whether the operation right before this one leaves `block_table`, `query_start_loc` and
+            `seq_lens` alone, as one does that makes `q` and writes its keys: then they are read while that one ends.
+            Not for `torch.compile`, which may put others before this one.
         out: where to write, like `q`; allocated when `None`.
         impl: "triton", "eager", or "auto" for the kernel where it can run.
 

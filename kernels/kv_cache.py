@@ -385,8 +385,8 @@ def qk_norm_rope(
 
     Args:
         q: `[T, Hq, D]` float32, bfloat16 or float16.
-        positions: `[T]` int64. They and `inv_freq` are read before the kernel in front has ended, which must not write
-            them.
+        positions: `[T]` int64. They and `inv_freq` are read before the operation in front has ended, which must not
+            write them.
         inv_freq: `[n]` float32 inverse frequencies; the first `2n ≤ D` dimensions rotate.
         q_weight: `[D]`, the weight of Q's norm, or None; of `k_weight`'s dtype.
         k: `[T, Hkv, D]` in `q`'s dtype; needs `v`, both caches and `slot_mapping`.

@@ -397,7 +397,7 @@ def linear(
     Args:
         x: `[N, K]` float32, bfloat16 or float16.
         weight: `[M, K]` in `x`'s dtype, `[2M, K]` with an activation, the gate's rows first. The kernel reads it before
-            the kernel in front of it has ended: what writes it must not be that kernel.
+            the operation in front of it has ended, which must not write it.
         bias: `[M]` or `[2M]` in `x`'s dtype, or None.
         activation: "gelu_tanh" or "silu", or None.
         out: `[N, M]` in `x`'s dtype, written and returned; must not overlap `x`.

@@ -114,7 +114,7 @@ def _launch_scores(
         BLOCK_C=launch.score_block,
         HIDDEN=hidden_size,
         BLOCK_H=dot_columns(hidden_size, hidden.element_size(), SCORE_BYTES),
-        **launch_options(launch.score_warps, arch_of(hidden.device)),
+        **launch_options(launch.score_warps, arch_of(hidden.device), early=None),
     )
     return keys
 

@@ -153,7 +153,7 @@ def _launch_rejection(
     device = target_logits.device
     launch = rejection_launch(vocab_size)
     num_blocks = cdiv(vocab_size, launch.block)
-    options = {"num_warps": launch.num_warps, **pdl_options(arch_of(device))}
+    arch = arch_of(device)
     maxima, sums, q_maxima, q_sums = torch.empty(
         4, num_reqs, num_drafts + 1, num_blocks, dtype=torch.float32, device=device
     ).unbind()
@@ -170,7 +170,8 @@ def _launch_rejection(
         *partials,
         *(*sizes, temperature.shape[0]),
         BLOCK_V=launch.block,
-        **options,
+        num_warps=launch.num_warps,
+        **pdl_options(arch),
     )
     kernel = judge_kernel[(num_reqs, launch.draw_blocks(vocab_size))]
     kernel(
@@ -180,7 +181,8 @@ def _launch_rejection(
         WIDTH=launch.width,
         STEPS=next_power_of_2(num_drafts + 1),
         PARTIALS=next_power_of_2(num_blocks),
-        **options,
+        num_warps=launch.num_warps,
+        **pdl_options(arch, early=True),
     )
 
 

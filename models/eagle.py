@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tridraft.kernels._pdl import early_successors
 from tridraft.models.draft_head import DraftHead, Target, TargetShape
 from tridraft.models.layers import DecoderLayer, DecoderShape, Joint, Linear, RMSNorm
 from tridraft.models.paged import AttentionBatch, LayerKV
@@ -148,12 +149,13 @@ class Eagle(DraftHead):
         batch: AttentionBatch,
     ) -> tuple[Tensor, Tensor]:
         """The layers, from the first one's attention's input: two summands of the residual stream."""
-        branch, stream = self.layers[0](x, residual, positions, kv[0], batch)
-        layers: list[Any] = list(self.layers)[1:]
-        for layer, layer_kv in zip(layers, kv[1:], strict=True):
-            normed, stream = Joint(layer.input_layernorm)(branch, stream)
-            branch, stream = layer(normed, stream, positions, layer_kv, batch)
-        return branch, stream
+        with early_successors():
+            branch, stream = self.layers[0](x, residual, positions, kv[0], batch)
+            layers: list[Any] = list(self.layers)[1:]
+            for layer, layer_kv in zip(layers, kv[1:], strict=True):
+                normed, stream = Joint(layer.input_layernorm)(branch, stream)
+                branch, stream = layer(normed, stream, positions, layer_kv, batch)
+            return branch, stream
 
     def forward(
         self,

@@ -27,6 +27,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from tridraft.kernels._pdl import early_successors
 from tridraft.kernels.embedding import embed_concat
 from tridraft.kernels.kv_cache import qk_norm_rope
 from tridraft.kernels.masked_embedding import masked_embedding_logits, masked_embedding_sample
@@ -520,9 +521,10 @@ class Gemma4MTP(nn.Module):
         """
         if self._embedding is None:
             raise RuntimeError("the draft has no embedding yet: call share_embedding with the target's")
-        residual = self.pre_projection(embed_concat(input_ids, self._embedding, hidden, scale=self._embedding_scale))
-        draft_hidden = self.model(residual, positions, kv, batch, window_extra)
-        return draft_hidden, self.post_projection(draft_hidden, out=out_hidden)
+        x = embed_concat(input_ids, self._embedding, hidden, scale=self._embedding_scale)
+        with early_successors():
+            draft_hidden = self.model(self.pre_projection(x), positions, kv, batch, window_extra)
+            return draft_hidden, self.post_projection(draft_hidden, out=out_hidden)
 
     def compute_logits(self, draft_hidden: Tensor) -> Tensor:
         """Logits [R, V] of draft_hidden [R, d]; −inf at suppressed ids and outside the selected centroids."""

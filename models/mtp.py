@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tridraft.kernels._pdl import early_successors
 from tridraft.models.draft_head import DraftHead
 from tridraft.models.layers import DecoderLayer, DecoderShape, Joint, Linear, RMSNorm
 from tridraft.models.paged import AttentionBatch, LayerKV
@@ -297,8 +298,9 @@ class MTP(DraftHead):
         first, second = halves[:, :width], halves[:, width:]
         module.enorm(inputs_embeds, out=second if layout.hidden_first else first)
         module.hnorm(hidden, out=first if layout.hidden_first else second)
-        z = module.eh_proj(halves)
-        branch, stream = module.layer(module.layer.input_layernorm(z), z, positions, kv[index], batch)
+        with early_successors():
+            z = module.eh_proj(halves)
+            branch, stream = module.layer(module.layer.input_layernorm(z), z, positions, kv[index], batch)
         if self._prenorm_feedback:
             return stream + branch
         return Joint(module.norm)(branch, stream)[0]

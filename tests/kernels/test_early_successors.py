@@ -1,6 +1,7 @@
 """Chains of launches that let their successors be set up before they have waited."""
 
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -62,10 +63,10 @@ class Chain:
     def layer(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         qkv = linear(x, self.qkv).view(len(x), -1, self.head_dim)
         q, k, v = qkv.split([self.heads, 1, 1], dim=1)
-        caches = {"k_cache": self.k_cache, "v_cache": self.v_cache, "slot_mapping": self.slot_mapping}
+        caches: Any = {"k_cache": self.k_cache, "v_cache": self.v_cache, "slot_mapping": self.slot_mapping}
         q = qk_norm_rope(q, self.positions, self.inv_freq, k=k, v=v, **caches)
         metadata = (self.table, self.query_start_loc, self.seq_lens)
-        options = {"scale": 0.1, "max_query_len": 1, "metadata_ready": True}
+        options: Any = {"scale": 0.1, "max_query_len": 1, "metadata_ready": True}
         attended = paged_attention(q, self.k_cache, self.v_cache, *metadata, **options).flatten(1)
         merged, stream = norm_linear(linear(attended, self.o), self.norm, self.gate_up, residual=residual)
         return add_rms_norm(linear(gated_act(merged, activation="silu"), self.down), stream, self.norm)[0]

@@ -326,12 +326,11 @@ class LmHeadConfig:
 
     def shared_memory(self, hidden_bytes: int, weight_bytes: int, arch: Arch) -> int:
         """Bytes of the operands in flight: where the tensor cores read them from registers, one stage needs none."""
-        if self.resident:  # only for weights that are converted in registers
-            weights = (self.num_stages - 1) * self.block_v * weight_bytes
-            return self.resident * (self.block_n * hidden_bytes + weights)
-        reads_shared = arch.backend == "cuda" and 90 <= arch.capability < 120
+        converted = self.resident and weight_bytes < hidden_bytes  # in registers
+        reads_shared = arch.backend == "cuda" and 90 <= arch.capability < 120 and not converted
         buffers = self.num_stages if reads_shared else max(1, self.num_stages - 1)
-        return buffers * self.block_k * (self.block_v * weight_bytes + self.block_n * hidden_bytes)
+        weights = buffers * (self.resident or self.block_k) * self.block_v * weight_bytes
+        return weights + (self.resident or buffers * self.block_k) * self.block_n * hidden_bytes
 
 
 def lm_head_config(num_rows: int, hidden_size: int, hidden_bytes: int, weight_bytes: int, arch: Arch) -> LmHeadConfig:
@@ -363,7 +362,8 @@ def lm_head_config(num_rows: int, hidden_size: int, hidden_bytes: int, weight_by
         pairs = ((2, 4), (2, 3), (2, 2))
     elif num_warps == 4 and hidden_size <= block_k:
         pairs = ((2, 3),)
-    columns = cdiv(hidden_size, block_k) * block_k if weight_bytes == 1 and hidden_bytes == 2 else 0
+    converted, whole = weight_bytes == 1 and hidden_bytes == 2, weight_bytes == hidden_bytes and hidden_size <= block_k
+    columns = cdiv(hidden_size, block_k) * block_k if converted or whole else 0
     if LmHeadConfig(64, block_v, block_k, 2, 8, 1, columns).shared_memory(2, 1, arch) + 16_384 > arch.shared_memory:
         columns = 0  # they must fit with 64 rows, or those of fewer would round otherwise
     for programs_per_sm, num_stages in (*pairs, (1, 4), (1, 3), (1, 2)):

@@ -7,7 +7,7 @@
 import triton
 import triton.language as tl
 
-from tridraft.kernels._argmax import is_nan
+from tridraft.kernels._argmax import is_nan, is_suppressed
 from tridraft.kernels._op import DEBUG
 from tridraft.kernels._pdl import pdl_wait
 from tridraft.kernels._winner import order_key
@@ -20,7 +20,7 @@ LANES = tl.constexpr(32)
 """Of the one warp that the ladder gives a program; with others the result is the same."""
 
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
-"""Below every score but −inf, which never wins."""
+"""No score but −inf, which never wins, is lower."""
 
 
 @triton.jit
@@ -48,6 +48,7 @@ def _load_tile(row_ptr, lane, group, last_group, vocab_size, WHOLE: tl.constexpr
     ptrs = row_ptr + offs
     inside = group < last_group
     if WHOLE:
+        inside = tl.full(offs.shape, group, tl.int32) < last_group  # a scalar mask is not interpreted
         x0, x1 = tl.load(ptrs, mask=inside), tl.load(ptrs + STRIP, mask=inside)
         x2, x3 = tl.load(ptrs + 2 * STRIP, mask=inside), tl.load(ptrs + 3 * STRIP, mask=inside)
     else:
@@ -80,6 +81,7 @@ def _take(score, ids, best, best_id):
 
 @triton.jit
 def _store_strip(out_ptr, offs, x, limit):
+    x = x.to(tl.float32)
     x = tl.where(is_nan(x), float("-inf"), x)
     tl.store(out_ptr + offs, x.to(out_ptr.dtype.element_ty), mask=offs < limit)
 
@@ -120,13 +122,16 @@ def _drop_suppressed_ids(x0, x1, x2, x3, ids, group, suppress_ptr, num_suppresse
 
 
 @triton.jit
-def _store_suppressed(out_ptr, first_group, last_group, column, suppress_ptr, num_suppressed, WIDTH: tl.constexpr):
+def _store_suppressed(
+    out_ptr, first_group, last_group, column, vocab_size, suppress_ptr, num_suppressed, WIDTH: tl.constexpr
+):
     """−inf at the suppressed ids among a program's, after its strips are stored."""
     tl.debug_barrier()
     for start in range(0, num_suppressed, 16):
         index = start + tl.arange(0, 16)
         ids = tl.load(suppress_ptr + index, mask=index < num_suppressed, other=-1)
-        mine = (ids >= first_group * GROUP) & (ids < last_group * GROUP) & (ids % STRIP // WIDTH == column)
+        mine = (ids >= first_group * GROUP) & (ids < tl.minimum(last_group * GROUP, vocab_size))
+        mine &= ids % STRIP // WIDTH == column
         minus_inf = tl.full((16,), float("-inf"), tl.float32).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + ids, minus_inf, mask=mine)
 
@@ -285,12 +290,12 @@ def _scan(
         # Nothing below wants this tile: the next gets its registers.
         r0, r1, r2, r3 = _load_tile(row_ptr, lane, group + 1, last_group, vocab_size, WHOLE)
         if AGAIN:
-            seen = tl.maximum(seen, highest)
+            seen = tl.maximum(seen, highest * inverse)
         if _any(highest * inverse + MAX_GUMBEL >= bar):
             w0, w1, w2, w3 = words_of_counter(seed, position, lane + group * STRIP + _zero_like(top), STREAM)
             # Ids of one counter are bounded together: by the best of their logits and the least of their words.
             most = most_score(top, tl.minimum(tl.minimum(w0, w1), tl.minimum(w2, w3)), inverse)
-            if _any(tl.max(most, axis=1) > bar):
+            if _any(tl.max(most, axis=1) >= bar):
                 keys = _key(most, tl.arange(0, EACH)[None, :], EACH)
                 key = tl.max(keys, axis=1)
                 looking = True
@@ -315,7 +320,8 @@ def _scan(
                     looking = tl.max(key, axis=0) >= (order_key(bar) & -EACH)
     value, token = _best_lane(best, best_id, vocab_size)
     if AGAIN:
-        value = tl.where(value > float("-inf"), value, tl.max(seen, axis=0))
+        seen_nan = is_nan(tl.max(seen, axis=0))  # no logit is a score
+        value = tl.where(value > float("-inf"), value, tl.where(seen_nan, float("nan"), float("-inf")))
     return value, token
 
 
@@ -472,9 +478,7 @@ def sample_kernel(
     done = value > float("-inf")
     if suppress_ptr is not None:
         done = done & ~_any(suppressed == token)
-        for start in range(16, num_suppressed, 16):
-            more = tl.load(suppress_ptr + start + index, mask=start + index < num_suppressed, other=-1)
-            done = done & ~_any(more == token)
+        done = done & ~is_suppressed(token, suppress_ptr + 16, num_suppressed - 16)
     if not done:
         r0, r1, r2, r3 = _load_tile(row_ptr, lane, first_group, last_group, vocab_size, WHOLE)
         if temperature > 0:
@@ -523,4 +527,4 @@ def sample_kernel(
     tl.store(values_ptr + offset, value)
     tl.store(ids_ptr + offset, token)
     if logits_out_ptr is not None and suppress_ptr is not None:
-        _store_suppressed(out_ptr, first_group, last_group, column, suppress_ptr, num_suppressed, WIDTH)
+        _store_suppressed(out_ptr, first_group, last_group, column, vocab_size, suppress_ptr, num_suppressed, WIDTH)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 _MAX = 448.0
 """The largest float8_e4m3fn."""
+_TINY = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,6 @@ class FP8Head:
         for first in range(0, len(weight), 2**14):  # in float32 a whole head would be gigabytes
             rows = weight[first : first + 2**14].float()
             largest = rows.abs().amax(dim=1)
-            scale[first : first + 2**14] = torch.where(largest > 0, largest / _MAX, 1.0)
+            scale[first : first + 2**14] = (largest / _MAX).clamp(min=_TINY)
             rounded[first : first + 2**14] = (rows / scale[first : first + 2**14, None]).to(torch.float8_e4m3fn)
         return cls(rounded, scale)

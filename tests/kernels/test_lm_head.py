@@ -402,6 +402,12 @@ def test_ladder(hidden_bytes, weight_bytes, target):
         assert len(orders) == 1, "how a row's sum rounds must not depend on the number of rows"
 
 
+def test_two_programs_share_the_noise_of_a_narrow_head():
+    hopper = TARGETS["sm_90"][1]
+    assert [lm_head_config(rows, 256, 2, 2, hopper).programs_per_sm for rows in (1, 16, 17)] == [2, 2, 1]
+    assert lm_head_config(16, 1024, 2, 2, hopper).programs_per_sm == 1
+
+
 @pytest.mark.gpu
 def test_c11_replays_on_changed_inputs(device):
     """Captured by the first ever call of this shape, on the stream it is then replayed on."""

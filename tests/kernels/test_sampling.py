@@ -79,6 +79,42 @@ def test_c28_nan_never_wins_and_no_candidate_gives_the_lowest_eligible_id(temper
     assert flag.tolist() == [1, 0, 0, 0, 1]
 
 
+@pytest.mark.parametrize("temperature", [0.1, 1.0] if INTERPRET else [0.1, 0.9, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32] if INTERPRET else [torch.float32, torch.bfloat16], ids=str)
+def test_c28_the_lowest_finite_logits_are_looked_at(dtype, temperature, config, impl, device):
+    """As masked logits are written elsewhere. What they are divided by may leave nothing above −inf."""
+    lowest = torch.finfo(dtype).min
+    logits = torch.full((5, 5000), lowest, device=device, dtype=dtype)
+    logits[1] = -INF
+    logits[1, 4321] = lowest
+    logits[2] = -1e38
+    logits[2, 4500] = -3e37
+    logits[3] = NAN
+    logits[3, [0, 4999]] = lowest
+    logits[4, 4200] = -2e4
+    suppress = torch.tensor([0], device=device)
+    flag, there = (torch.zeros(5, dtype=torch.int32, device=device) for _ in range(2))
+    got = sampler(logits, temperature, impl=impl, nan_flag=flag, suppress_ids=suppress)
+    assert (got != 0).all()
+    assert got[4] == 4200
+    assert got.tolist() == sampler(logits, temperature, impl="eager", nan_flag=there, suppress_ids=suppress).tolist()
+    assert flag.tolist() == there.tolist()
+
+
+def test_c29_whole_groups_and_what_is_kept_of_them(config, impl, device):
+    """A vocabulary of whole groups is loaded without masks; what lies behind it in a row stays as it is."""
+    logits = torch.randn(3, 8192, device=device)
+    logits[:, 5000] = NAN
+    kept, step = torch.full((3, 1, 8200), 7.0, device=device), torch.zeros((), dtype=torch.int64, device=device)
+    options: dict[str, Any] = {"suppress_ids": torch.tensor([3, 8191], device=device), "draft_step": step}
+    got = sampler(logits, [0.0, 1.0, 0.7], impl=impl, draft_logits_out=kept, **options)
+    there = kept.clone()
+    assert got.tolist() == sampler(logits, [0.0, 1.0, 0.7], impl="eager", draft_logits_out=there, **options).tolist()
+    assert torch.equal(kept, there)
+    assert (kept[:, 0, [3, 5000, 8191]] == -INF).all()
+    assert (kept[:, 0, 8192:] == 7).all()
+
+
 def test_nan_flag_is_bool_or_int_and_is_cleared(impl, device):
     logits = torch.zeros(2, 8, device=device)
     for dtype in (torch.bool, torch.int32):
@@ -429,7 +465,8 @@ def test_ladder(target):
 def test_batch_sizes_share_their_kernels():
     variants = set()
     for rows in range(1, 65):
-        logits, zeros = torch.zeros(1, 262_144).expand(rows, -1), torch.zeros(rows, dtype=torch.int64)
+        logits = torch.zeros(1, 262_144, dtype=torch.bfloat16).expand(rows, -1)
+        zeros = torch.zeros(rows, dtype=torch.int64)
         with record_launches(TARGETS["sm_90"][1]) as launches:
             draft_sample(logits, zeros, zeros[:1].float(), zeros[:1], zeros, impl="triton")
         for launch in launches:

@@ -265,6 +265,12 @@ def test_broken_directories_end_with_one_line(generate, directories, tmp_path, w
     assert message in err
 
 
+def test_a_centroid_head_is_not_rounded(generate):
+    status, out, err = generate("--prompt-ids", "2,17", "--lm-head-dtype", "fp8")
+    assert (status, out, err.count("\n")) == (1, "", 1)
+    assert "lm_head_dtype: got 'fp8'" in err
+
+
 @pytest.mark.parametrize(
     ("which", "changed", "message"),
     [

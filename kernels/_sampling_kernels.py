@@ -199,7 +199,7 @@ def _below(keys, key):
 
 @triton.jit
 def _maximum(values):
-    """The largest of a warp's floats: a reduction of integers is one instruction."""
+    """The largest of a warp's floats: from sm_80 on, a reduction of integers is one instruction."""
     key = tl.max(order_key(tl.maximum(values, float("-inf"))), axis=0)
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 

@@ -248,7 +248,7 @@ def lm_head_sample(
         hidden: `[N, H]` float32, bfloat16 or float16, any row stride; N up to a few hundred.
         weight: `[V, H]` in hidden's dtype or float8_e4m3fn, any row stride.
         idx_mapping: `[N]` int64 or int32, the request slot of each row; −1: padding, nothing is read or written.
-        temperature: `[S]` float32 of each request slot; 0 is greedy.
+        temperature: `[S]` float32 of each request slot, finite; 0 is greedy.
         seeds: `[S]` int64 of each request slot.
         positions: `[N]` int64 or int32, the position before the token being sampled.
         weight_scale: `[V]` or `[1]` float32, by which a row of the weight (all of them) is multiplied.

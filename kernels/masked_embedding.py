@@ -314,7 +314,7 @@ def masked_embedding_sample(
         top_k: centroids a row reads.
         idx_mapping: `[N]` int64 or int32, the request slot of each row; −1: padding, for which nothing is written,
             though its hidden state and position may be read.
-        temperature: `[S]` float32 of each request slot; 0 is greedy.
+        temperature: `[S]` float32 of each request slot, finite; 0 is greedy.
         seeds: `[S]` int64 of each request slot.
         positions: `[N]` int64 or int32, the position before the token being sampled.
         suppress_ids: `[n]` int64 vocabulary ids that never win (see `make_suppress_ids`).

@@ -238,7 +238,7 @@ def rejection_sample(
         query_start_loc: `[R + 1]` rows of each request: one more than its drafts, at most K + 1. Without rows it emits
             nothing.
         idx_mapping: `[R]` request slots; −1 is padding.
-        temperature: `[S]` float32 by slot; 0 is greedy.
+        temperature: `[S]` float32 by slot, finite; 0 is greedy.
         seeds: `[S]` int64 by slot.
         positions: `[T]` position of each row, the one before the token it predicts.
         draft_logits: `[S, K, ≥ V]` what drafts were sampled from, before temperature, −inf at ids the drafter

@@ -118,7 +118,8 @@ class SampleConfig:
 
 
 def sample_config(num_rows: int, vocab_size: int, itemsize: int, arch: Arch) -> SampleConfig:
-    """The ladder. One warp a program: nothing in its loop waits at a barrier, and a lane loads 16 bytes of a strip.
+    """The ladder. One warp a program: nothing in its loop waits at a barrier, and a lane loads 16 bytes of a strip,
+    or 8 where there are too few programs else.
 
     Times in µs on an H200, 2026-11-30, 262,144 bf16 logits, greedy / temperature 1.
     """
@@ -292,7 +293,7 @@ def draft_sample(
     Args:
         logits: `[N, V]` float32, bfloat16 or float16, any row stride.
         idx_mapping: `[N]` int64 or int32, the request slot of each row; −1: padding, nothing is read or written.
-        temperature: `[S]` float32 of each request slot; 0 is greedy.
+        temperature: `[S]` float32 of each request slot, finite; 0 is greedy.
         seeds: `[S]` int64 of each request slot.
         positions: `[N]` int64 or int32, the position before the token being sampled.
         suppress_ids: `[n]` int64 ids that never win (see `make_suppress_ids`).

@@ -168,6 +168,14 @@ def test_a_row_is_the_same_in_a_padded_batch(device):
     assert all(torch.equal(one[:3], other) for one, other in zip(whole, part, strict=True))
 
 
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("in_features", [64, 256, 257, 320, 341, 512, 1024])
+def test_rows_of_one_bucket_norm_alike(in_features, dtype):
+    """In a launch of its own a norm is summed in another order."""
+    for bucket in ((3, 4), (5, 6, 7, 8), (9, 15, 16), (17, 31, 32), (33, 64)):
+        assert len({fuses_norm(rows, 1024, in_features, dtype) for rows in bucket}) == 1
+
+
 def test_refusals_name_the_argument():
     x, norm_weight, weight, _ = inputs(2, (5, 8), CPU, torch.float32, "norm")
     with pytest.raises(ValueError, match="residual: got None, needs one for post_weight and scale"):

@@ -7,11 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from _aot import TARGETS
 from _head_pairs import MAKERS, NEW, PROMPTS, STEPS, Pair, decode, one_pass, own_caches
 from _head_references import MTPReference
 from _tiny_heads import mtp_checkpoint, tiny_target, write_checkpoint
 from tridraft.kernels.attention import paged_attention
 from tridraft.models.hf_target import HFTarget
+from tridraft.speculator import autoregressive
 from tridraft.speculator.batch import Multimodal, SamplingState
 from tridraft.speculator.cudagraph import CUDAGraphMode
 from tridraft.speculator.decoder import SpeculativeDecoder
@@ -49,6 +51,12 @@ def test_an_fp8_heads_drafts_are_those_of_its_rounded_rows(pair):
         assert drafted == reference.drafts(sequence, STEPS)
         moved += drafted != pair.drafts(sequence, STEPS)
     assert 0 < moved < len(directed.rounds)
+
+
+def test_an_fp8_head_is_refused_where_no_tensor_core_reads_fp8(pair, monkeypatch):
+    monkeypatch.setattr(autoregressive, "arch_of", lambda device: TARGETS["sm_80"][1])
+    with pytest.raises(ValueError, match="lm_head_dtype: got 'fp8' on sm_80, needs sm_89 or later"):
+        pair.speculator(lm_head_dtype="fp8")
 
 
 def test_a_slot_and_its_blocks_are_used_again(pair):

@@ -59,8 +59,8 @@ def test_c28_ties_go_to_the_lowest_id(config, impl, device):
     logits[3, [1023, 1024]] = INF
     logits[4, [12_343, 12_344]] = 1
     assert sampler(logits, 0.0, impl=impl).tolist() == [0, 8191, 4000, 1023, 12_343]
-    logits[:3] = torch.tensor(INF)
-    assert sampler(logits, 0.7, impl=impl).tolist()[:4] == [0, 0, 0, 1023]
+    logits[2] = INF
+    assert sampler(logits[2:4], 0.7, impl=impl).tolist() == [0, 1023]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -421,24 +421,22 @@ def test_compiles_into_a_full_graph(device, monkeypatch):
 @pytest.mark.compiled
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
-    ("rows", "dtype", "optional"),
+    ("rows", "vocab_size", "dtype", "optional"),
     [
-        (1, torch.bfloat16, False),
-        (1, torch.bfloat16, True),
-        (64, torch.bfloat16, False),
-        (64, torch.bfloat16, True),
-        (64, torch.float16, True),
-        (64, torch.float32, True),
+        (1, 262_144, torch.bfloat16, False),
+        (64, 262_144, torch.bfloat16, True),
+        (64, 262_144, torch.float32, True),
+        (8, 151_936, torch.float16, True),
     ],
     ids=str,
 )
-def test_aot(rows, dtype, optional, target):
-    logits, zeros = torch.zeros(rows, 262_144, dtype=dtype), torch.zeros(rows, dtype=torch.int64)
+def test_aot(rows, vocab_size, dtype, optional, target):
+    logits, zeros = torch.zeros(rows, vocab_size, dtype=dtype), torch.zeros(rows, dtype=torch.int64)
     options = {}
     if optional:
         options = {
             "suppress_ids": zeros[:1] + 1,
-            "draft_logits_out": torch.zeros(1, 1, 262_144, dtype=dtype),
+            "draft_logits_out": torch.zeros(1, 1, vocab_size, dtype=dtype),
             "draft_step": zeros[0],
             "nan_flag": torch.zeros(rows, dtype=torch.bool),
         }

@@ -278,7 +278,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "rows": (4096, 48, "texts written at once"),
         "question-tokens": (56, 4, "of a question of the target's own, at most"),
         "new-tokens": (256, 24, "of each answer, at most"),
-        "seconds": (75, 60, "training of each head, at most"),
+        "seconds": (75, 600, "training of each head, at most"),
         "steps": (10**9, 80, "of training of each head, at most"),
         "warmup": (100, 10, "steps"),
         "batch": (32, 16, "texts a step"),

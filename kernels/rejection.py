@@ -252,11 +252,12 @@ def rejection_sample(
     >>> rejection_sample(target, torch.tensor([[2, 0]]), torch.tensor([0, 3]), zero, 0 * one, zero, torch.arange(3))[:3]
     (tensor([[ 2,  3, -1]]), tensor([2], dtype=torch.int32), tensor([1], dtype=torch.int32))
     """
-    device, (num_reqs, num_drafts) = target_logits.device, draft_tokens.shape
+    device = target_logits.device
     check_tensor("target_logits", target_logits, shape=("T", "V"), dtype=FLOATS)
     if target_logits.shape[1] == 0:
         raise ValueError("target_logits: got 0 columns, needs at least one")
     check_tensor("draft_tokens", draft_tokens, shape=("R", "K"), dtype=_INTS, device=device)
+    num_reqs, num_drafts = draft_tokens.shape
     check_tensor("query_start_loc", query_start_loc, shape=(num_reqs + 1,), dtype=_INTS, device=device)
     check_tensor("idx_mapping", idx_mapping, shape=(num_reqs,), dtype=_INTS, device=device)
     check_tensor("temperature", temperature, shape=("S",), dtype=torch.float32, device=device)

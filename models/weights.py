@@ -151,17 +151,18 @@ def iterate_tensors(
     directory = Path(directory)
     files, weight_map = _safetensors_files(directory, keep), _weight_map(directory)
     show = sys.stderr.isatty()
-    with tqdm(total=len(files), desc=f"loading {directory.name}", unit="file", disable=not show) as bar:
-        for path in files:
+    with tqdm(total=0, desc=f"loading {directory.name}", unit=" tensors", disable=not show) as bar:
+        for count, path in enumerate(files, start=1):
             try:
                 with _safe_open(path) as file:
                     names = [name for name in file.keys() if keep is None or keep(name)]  # noqa: SIM118 — no iterator
                     if weight_map is not None:  # a file may hold another one's tensor, left over from a conversion
                         names = [name for name in names if weight_map.get(name, path.name) == path.name]
-                    for index, name in enumerate(names):
+                    bar.total += len(names)
+                    bar.set_postfix_str(f"file {count} of {len(files)}", refresh=False)
+                    for name in names:
                         yield name, file.get_tensor(name)
-                        bar.update(1 / len(names))
-                        bar.set_postfix_str(f"{index + 1}/{len(names)} tensors", refresh=False)
+                        bar.update()
             except SafetensorError as error:  # noqa: PERF203 — names the file
                 raise ValueError(f"{path}: not a valid safetensors file ({error})") from error
 

@@ -391,6 +391,8 @@ def test_refusals_name_the_argument():
     logits, drafts, rows = torch.zeros(3, 8), torch.zeros(1, 2).long(), requests(device, [3])
     with pytest.raises(TypeError, match="draft_tokens: got float32"):
         rejection_sample(logits, drafts.float(), **rows)
+    with pytest.raises(ValueError, match=r"draft_tokens: got shape \[2\]"):
+        rejection_sample(logits, drafts[0], **rows)
     with pytest.raises(ValueError, match=r"query_start_loc: got shape \[2\], needs \[3\]"):
         rejection_sample(logits, drafts.expand(2, 2), **rows)
     with pytest.raises(ValueError, match=r"draft_logits: got shape \[1, 1, 8\], needs at least \[1, 2, 8\]"):
